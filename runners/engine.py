@@ -1,0 +1,265 @@
+"""Batched forward passes of a Hugging Face causal LM over preallocated key-value slots.
+
+All sequences of a pass lie back to back in one row of tokens (no padding), whatever their lengths; attention is the
+only operation that must know where one ends, so the engine replaces the model's attention function by one that
+writes keys and values into slots and attends per sequence. A prefill, a decode step of many sequences and the
+verification of draft tokens are then the same call.
+
+Example:
+    engine = Engine(model, num_slots=2, max_length=256, taps=(2, 4))
+    out = engine.forward([Segment(slot=0, start=0, ids=[1, 15, 27])], logits_at=[2])
+    out.logits.shape, out.taps[2].shape   # (1, V), (3, H)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from specbench.errors import UserError
+
+ATTENTION_NAME = "specbench_slots"
+_SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
+
+
+class UnsupportedModelError(Exception):
+    """The model's layers hold state that key-value slots cannot express; the message says which."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """New tokens of one sequence: they take positions ``start .. start + len(ids) - 1`` of ``slot``."""
+
+    slot: int
+    start: int
+    ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardOutput:
+    """What one pass gives, in the order of the packed tokens."""
+
+    logits: Tensor
+    """[len(logits_at), V] float32."""
+    taps: dict[int, Tensor]
+    """tap index -> [total tokens, H]."""
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Where each packed token belongs, for the attention function."""
+
+    engine: Engine
+    segments: Sequence[Segment]
+    slots: Tensor
+    positions: Tensor
+    """[total] position of each packed token in its own sequence."""
+    single: bool
+    """Every segment brings exactly one token: one batched attention call serves all."""
+    longest: int
+    row: slice | Tensor
+    """The slots of a single-token batch, as a slice where they are 0..n-1."""
+    mask: dict[int | None, Tensor]
+
+
+_ACTIVE: _Batch | None = None
+
+
+def _visible(query_positions: Tensor, num_keys: int, window: int | None) -> Tensor:
+    """[len(query_positions), num_keys] bool: causal, limited to the last ``window`` positions."""
+    keys = torch.arange(num_keys, device=query_positions.device)
+    distance = query_positions[:, None] - keys[None, :]
+    visible = distance >= 0
+    return visible if window is None else visible & (distance < window)
+
+
+def _slot_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention over slots. query [1, Hq, T, D]; key, value [1, Hkv, T, D] -> [1, T, Hq, D]."""
+    batch = _ACTIVE
+    assert batch is not None, "the slot attention runs inside Engine.forward only"
+    for name in ("softcap", "s_aux", "position_bias"):
+        if kwargs.get(name) is not None:
+            raise UnsupportedModelError(f"its attention uses {name!r}")
+    layer = module.layer_idx
+    assert isinstance(layer, int)
+    keys, values = batch.engine.layer_cache(layer, key)
+    num_kv = key.shape[1]
+    group = query.shape[1] // num_kv
+    keys[batch.slots, :, batch.positions] = key[0].transpose(0, 1)
+    values[batch.slots, :, batch.positions] = value[0].transpose(0, 1)
+    if batch.single:
+        total, dim = query.shape[2], query.shape[3]
+        # the query heads of a group are rows of one matrix product with their shared key head: nothing is repeated
+        rows = query[0].transpose(0, 1).reshape(total, num_kv, group, dim)
+        mask = batch.mask.get(sliding_window)
+        if mask is None:
+            mask = _visible(batch.positions, batch.longest, sliding_window)[:, None, None, :]
+            batch.mask[sliding_window] = mask
+        out = F.scaled_dot_product_attention(
+            rows,
+            keys[batch.row, :, : batch.longest],
+            values[batch.row, :, : batch.longest],
+            attn_mask=mask,
+            scale=scaling,
+        )
+        return out.reshape(1, total, num_kv * group, dim), None
+    out = torch.empty_like(query)
+    offset = 0
+    for segment in batch.segments:
+        size = len(segment.ids)
+        here = slice(offset, offset + size)
+        length = segment.start + size
+        seen_k = keys[segment.slot, None, :, :length]
+        seen_v = values[segment.slot, None, :, :length]
+        plain = segment.start == 0 and (sliding_window is None or length <= sliding_window)
+        mask = None if plain else _visible(batch.positions[here], length, sliding_window)
+        if group > 1:
+            seen_k = seen_k.repeat_interleave(group, dim=1)
+            seen_v = seen_v.repeat_interleave(group, dim=1)
+        out[:, :, here] = F.scaled_dot_product_attention(
+            query[:, :, here], seen_k, seen_v, attn_mask=mask, is_causal=plain, scale=scaling
+        )
+        offset += size
+    return out.transpose(1, 2), None
+
+
+def decoder_layers(model: Any) -> tuple[torch.nn.ModuleList, torch.nn.Module]:
+    """Return the model's block list and the norm behind it.
+
+    Raises:
+        UserError: the model does not expose them where Hugging Face decoders do.
+    """
+    config = model.config.get_text_config()
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == config.num_hidden_layers:
+            parent = model.get_submodule(name.rpartition(".")[0])
+            for norm_name in ("norm", "final_layernorm", "ln_f", "final_layer_norm"):
+                if hasattr(parent, norm_name):
+                    return module, getattr(parent, norm_name)
+    raise UserError(f"no list of {config.num_hidden_layers} decoder blocks with a final norm in {type(model).__name__}")
+
+
+class TapRecorder:
+    """Hooks that keep ``hidden_states[i]`` for the chosen indices and for nothing else.
+
+    Index i < n is the residual stream entering block i (0: the embeddings); index n is the stream leaving the last
+    block, before the final norm, as serving engines number it.
+    """
+
+    def __init__(self, model: Any, taps: Sequence[int]) -> None:
+        layers, norm = decoder_layers(model)
+        for tap in taps:
+            if not 0 <= tap <= len(layers):
+                raise UserError(f"tap {tap} does not exist: the target has hidden states 0 to {len(layers)}")
+        self.states: dict[int, Tensor] = {}
+        self._handles = [
+            (layers[tap] if tap < len(layers) else norm).register_forward_pre_hook(self._hook(tap), with_kwargs=True)
+            for tap in taps
+        ]
+
+    def _hook(self, tap: int) -> Any:
+        def keep(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.states[tap] = args[0] if args else kwargs["hidden_states"]
+
+        return keep
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+
+class Engine:
+    """Runs a model over ``num_slots`` sequences of up to ``max_length`` tokens each.
+
+    Raises:
+        UnsupportedModelError: the model has layers that key-value slots cannot express (recurrent state, ...).
+    """
+
+    def __init__(self, model: Any, *, num_slots: int, max_length: int, taps: Sequence[int] = ()) -> None:
+        config = model.config.get_text_config()
+        odd = set(getattr(config, "layer_types", None) or ()) - _SUPPORTED_LAYERS
+        if odd:
+            raise UnsupportedModelError(f"it has {', '.join(sorted(odd))} layers")
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        if ATTENTION_NAME not in ALL_ATTENTION_FUNCTIONS:
+            ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _slot_attention)
+        self.model = model
+        self.num_slots = num_slots
+        self.max_length = max_length
+        self.taps = tuple(taps)
+        self._cache: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def layer_cache(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer, [slots, Hkv, max_length, D]; made on first use on the layer's own device."""
+        if layer not in self._cache:
+            shape = (self.num_slots, like.shape[1], self.max_length, like.shape[3])
+            # zeros and not empty: a masked garbage NaN would still poison a weighted sum
+            self._cache[layer] = (like.new_zeros(shape), like.new_zeros(shape))
+        return self._cache[layer]
+
+    @torch.inference_mode()
+    def forward(self, segments: Sequence[Segment], *, logits_at: Sequence[int] | Tensor) -> ForwardOutput:
+        """Run one pass over the segments' tokens, back to back.
+
+        Args:
+            segments: new tokens per sequence; earlier positions of a slot must be filled, later ones are overwritten.
+            logits_at: indices into the packed tokens whose next-token logits are wanted.
+        """
+        global _ACTIVE
+        device = self.model.get_input_embeddings().weight.device
+        ids = torch.tensor([i for s in segments for i in s.ids], device=device)
+        positions = torch.cat([torch.arange(s.start, s.start + len(s.ids), device=device) for s in segments])
+        longest = max(s.start + len(s.ids) for s in segments)
+        assert longest <= self.max_length, "a sequence outgrew its slot"
+        single = all(len(s.ids) == 1 for s in segments)
+        lengths = torch.tensor([len(s.ids) for s in segments], device=device)
+        slots = torch.tensor([s.slot for s in segments], device=device).repeat_interleave(lengths)
+        in_order = single and all(s.slot == i for i, s in enumerate(segments))
+        batch = _Batch(
+            engine=self,
+            segments=segments,
+            slots=slots,
+            positions=positions,
+            single=single,
+            longest=longest,
+            row=slice(0, len(segments)) if in_order else slots,
+            mask={},
+        )
+        recorder = TapRecorder(self.model, self.taps)
+        previous = self.model.config._attn_implementation
+        self.model.config._attn_implementation = ATTENTION_NAME
+        _ACTIVE = batch
+        try:
+            keep = torch.as_tensor(logits_at, device=device, dtype=torch.long)
+            out = self.model(
+                input_ids=ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=keep
+            )
+        finally:
+            _ACTIVE = None
+            self.model.config._attn_implementation = previous
+            recorder.close()
+        taps = {tap: state[0] for tap, state in recorder.states.items()}
+        return ForwardOutput(logits=out.logits[0].float(), taps=taps)
+
+    def move(self, source: int, to: int, length: int) -> None:
+        """Copy the first ``length`` positions of one slot over another, so that busy slots stay contiguous."""
+        for keys, values in self._cache.values():
+            keys[to, :, :length] = keys[source, :, :length]
+            values[to, :, :length] = values[source, :, :length]
