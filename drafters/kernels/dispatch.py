@@ -1,0 +1,58 @@
+"""Choosing an implementation, and saying so once when it is not the one that was asked for.
+
+Example: ``fall_back("chain attention", "triton", "blocked", "head_dim 512 is over 256")`` warns the first
+    time only.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import warnings
+from typing import TYPE_CHECKING
+
+from specbench.errors import SpecbenchWarning, unknown_name
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_said: set[tuple[str, str, str]] = set()
+
+
+def fall_back(op: str, wanted: str, used: str, reason: str) -> None:
+    """Warn, once per reason, that ``op`` runs on ``used`` although ``wanted`` was asked for or preferred."""
+    key = (op, wanted, reason)
+    if key not in _said:
+        _said.add(key)
+        warnings.warn(
+            f"{op}: the {wanted} backend does not run here ({reason}); using {used}. "
+            f"Pass backend={used!r} to say that this is meant.",
+            SpecbenchWarning,
+            stacklevel=4,
+        )
+
+
+def check_backend(name: str, known: tuple[str, ...]) -> None:
+    """Refuse a backend name that is not in ``known``.
+
+    Raises:
+        UserError: the name is unknown.
+    """
+    if name != "auto" and name not in known:
+        raise unknown_name("attention backend", name, ("auto", *known))
+
+
+def interpreted() -> bool:
+    """Whether Triton kernels run in Triton's interpreter, on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def triton_missing(x: Tensor) -> str | None:
+    """Return why no Triton kernel can run on ``x`` (None: it can)."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed; pip install triton"
+    if interpreted():
+        return None
+    if x.device.type != "cuda":
+        return f"the tensors are on {x.device.type}, not on a CUDA device"
+    return None
