@@ -1,0 +1,622 @@
+"""Chat templates to token ids with spans: the only place where a chat template is applied.
+
+The layout of a template (which text stands around the messages) is learned once per role sequence by
+rendering unique placeholders; each prompt is then rendered for real, and the two must agree to the
+character, or the contents are located in order. The text is tokenised once, without special tokens added;
+BOS is decided by rule and counted.
+
+Example:
+    chat = ChatTokenizer(AutoTokenizer.from_pretrained(path))
+    ids, spans, bos = chat.tokenise((Segment(text="Hi", kind="user"),), bos="auto")
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import traceback
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from specbench.errors import UserError
+from specbench.perturbations.condition import BosRule, Draft, Piece, Segment, Template, Turn
+from specbench.types import Span, SpanKind
+
+FIXED_DATE = "26 Jul 2024"
+"""What a template that asks for today's date is told, so that ids do not depend on the day."""
+
+JOIN = "\n\n"
+"""Between the messages where no template is applied: earlier turns and answers are joined with blank
+lines."""
+
+_MARKUP: tuple[SpanKind, ...] = ("bos", "markup", "generation")
+_CACHE_LIMIT = 200_000
+_PROBES = ("Hi", " Hi", "\n\nHi there. 3x", "é好\t", "  ")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """What a template writes around messages of given roles."""
+
+    literals: tuple[str, ...]
+    """Text before the first content, between contents, after the last: one more than ``order``."""
+    order: tuple[int, ...]
+    """Indices of the messages, in the order in which their contents appear."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnMarkup:
+    """The learned markup of a template, by role; empty where it cannot be told apart."""
+
+    heads: Mapping[str, str]
+    tails: Mapping[str, str]
+    generation: str
+    system_open: str | None
+    """Text before a leading system message; None where the template takes none."""
+    system_close: str
+    default_system: str | None
+    """The system text the template writes when none is given; None where it writes no system block."""
+
+
+class _Chunk:
+    """Tokens of a stretch of text that is tokenised on its own."""
+
+    __slots__ = ("ends", "ids", "starts")
+
+    def __init__(self, ids: Sequence[int], starts: Sequence[int], ends: Sequence[int]) -> None:
+        self.ids, self.starts, self.ends = tuple(ids), starts, ends
+
+
+class Encoded:
+    """Token ids of a text, with the character boundaries needed for spans."""
+
+    def __init__(self, chunks: Sequence[tuple[int, _Chunk]]) -> None:
+        self._chunks = chunks
+        self._offsets = [offset for offset, _ in chunks]
+        self._firsts = [0, *accumulate(len(chunk.ids) for _, chunk in chunks)]
+        self.ids: tuple[int, ...] = tuple(i for _, chunk in chunks for i in chunk.ids)
+
+    def split(self, char: int) -> tuple[int, bool]:
+        """Return how many tokens end at or before ``char``, and whether the next one starts before it."""
+        if not self._chunks:
+            return 0, False
+        at = max(bisect_right(self._offsets, char) - 1, 0)
+        offset, chunk = self._chunks[at]
+        inside = bisect_right(chunk.ends, char - offset)
+        if inside == len(chunk.ids):
+            return self._firsts[at + 1], False
+        return self._firsts[at] + inside, offset + chunk.starts[inside] < char
+
+
+class ChatTokenizer:
+    """A target's tokenizer with what rendering must know about it.
+
+    Attributes:
+        tokenizer: the transformers tokenizer (a fast one: offsets are needed).
+        template: the chat template, None where there is none.
+        template_hash: SHA-256 of its text, 16 hex digits; "" where there is none.
+        bos_id, bos_token: None and "" where the tokenizer has no BOS.
+        tokenizer_adds_bos: whether the tokenizer puts BOS before raw text by itself.
+        clean_bos: number of leading BOS ids under the clean condition.
+        bos_is_marker: BOS is the template's own turn marker (``<|im_start|>``), not a token of its own.
+        system_role: "yes", "dropped" or "rejected", as the template treats a system message.
+        stop_ids: ids that end an answer as far as tokenizer and template tell; a model's generation config
+        may add more.
+    """
+
+    def __init__(
+        self, tokenizer: Any, template: str | None = None, template_file: Path | str | None = None
+    ) -> None:
+        """Learn the template.
+
+        Args:
+            tokenizer: a transformers fast tokenizer.
+            template: Jinja source used instead of the tokenizer's own.
+            template_file: a file with it.
+
+        Raises:
+            UserError: not a fast tokenizer, a file that cannot be read, a template that fails or drops the
+                user's message.
+        """
+        if not getattr(tokenizer, "is_fast", False):
+            raise UserError(
+                f"{type(tokenizer).__name__} gives no character offsets; "
+                "load the tokenizer as a fast one (use_fast=True)"
+            )
+        self.tokenizer = tokenizer
+        self.template = _find_template(tokenizer, template, template_file)
+        self.template_hash = template_hash(self.template)
+        self.bos_id: int | None = tokenizer.bos_token_id
+        self.bos_token: str = str(tokenizer.bos_token or "") if self.bos_id is not None else ""
+        self._special_variables = dict(tokenizer.special_tokens_map)
+        self._encoder = _Encoder(tokenizer.backend_tokenizer)
+        self._layouts: dict[Any, Layout] = {}
+        self._markup: dict[Template, TurnMarkup] = {}
+        self._memory: dict[Any, Any] = {}
+        probe = tokenizer("a")["input_ids"]
+        self.tokenizer_adds_bos = self.bos_id is not None and probe[:1] == [self.bos_id]
+        self.system_role = "yes" if self.template is None else self.system_role_of(self.template)
+        self.clean_bos, self.bos_is_marker = self._probe_bos()
+        self.stop_ids = self._find_stop_ids()
+
+    # ---- text to ids
+
+    def encode(self, text: str, plain: bool = False) -> tuple[int, ...]:
+        """Return the ids of ``text`` with no special tokens added.
+
+        Args:
+            text: what to tokenise.
+            plain: treat special-token strings as ordinary text.
+        """
+        return self._encoder.encode(text, plain).ids
+
+    def count(self, text: str) -> int:
+        """Return the length of ``text`` in tokens, no special tokens added."""
+        return len(self._encoder.encode(text).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ``ids``, special tokens included, spaces untouched."""
+        text: str = self.tokenizer.decode(
+            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def special_strings(self, text: str) -> tuple[str, ...]:
+        """Return the distinct special-token strings that occur in ``text``, in order."""
+        return self._encoder.find(text)
+
+    def tokenise(
+        self, segments: Sequence[Segment], bos: BosRule = "template", plain: bool = False
+    ) -> tuple[tuple[int, ...], tuple[Span, ...], int]:
+        """Turn rendered segments into token ids, spans and the number of leading BOS ids.
+
+        A token that straddles two segments goes to the content one (user text, context, ...) where the
+        other is markup, else to the first.
+
+        Args:
+            segments: consecutive stretches of the rendered text.
+            bos: who decides about BOS.
+            plain: special-token strings become ordinary text.
+        """
+        encoded = self._encoder.encode("".join(segment.text for segment in segments), plain)
+        kinds = _token_kinds(segments, encoded)
+        ids = encoded.ids
+        leading = 0
+        while leading < len(ids) and ids[leading] == self.bos_id:
+            leading += 1
+        wanted = self._wanted_bos(bos, leading)
+        if wanted != leading:
+            assert self.bos_id is not None, "a condition asked for a BOS the tokenizer does not have"
+            ids = (self.bos_id,) * wanted + ids[leading:]
+        return ids, _spans(wanted, [("bos", leading), *kinds], leading, len(ids)), wanted
+
+    def _wanted_bos(self, rule: BosRule, leading: int) -> int:
+        if rule == "drop" or self.bos_id is None:
+            return 0 if rule == "drop" else leading
+        if rule == "auto":
+            return max(leading, 1)
+        if rule == "target":
+            return max(leading, 1) if self.clean_bos else 0
+        return leading + 1 if rule == "double" else leading
+
+    # ---- messages to segments
+
+    def lay_out(self, draft: Draft) -> tuple[Segment, ...]:
+        """Return the rendered text of a draft as segments, before its edits.
+
+        Raises:
+            UserError: the template fails (file, line), or drops the user's message.
+        """
+        if draft.template is None:
+            return _raw(draft.turns)
+        roles = tuple(turn.role for turn in draft.turns)
+        text = self._render(
+            draft.template,
+            [{"role": turn.role, "content": turn.content} for turn in draft.turns],
+            draft.generation,
+            draft.variables,
+        )
+        layout = self.layout(draft.template, roles, draft.generation, draft.variables)
+        markup = self.markup(draft.template)
+        for turns in _trimmings(draft.turns):
+            segments = _fill(layout, turns, markup, draft.generation)
+            if "".join(segment.text for segment in segments) == text:
+                return segments
+        return _locate(draft, text, markup)
+
+    def layout(
+        self,
+        template: Template,
+        roles: tuple[str, ...],
+        generation: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> Layout:
+        """Learn what ``template`` writes around messages of these roles (cached)."""
+        variables = variables or {}
+        key = (template, roles, generation, repr(sorted(variables.items())) if variables else "")
+        if key not in self._layouts:
+            marks = [f"Specbench{i}Placeholder{len(roles)}End" for i in range(len(roles))]
+            messages = [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)]
+            text = self._render(template, messages, generation, variables)
+            places = sorted((text.find(mark), i) for i, mark in enumerate(marks) if mark in text)
+            literals, position = [], 0
+            for place, i in places:
+                literals.append(text[position:place])
+                position = place + len(marks[i])
+            literals.append(text[position:])
+            self._layouts[key] = Layout(literals=tuple(literals), order=tuple(i for _, i in places))
+        return self._layouts[key]
+
+    def markup(self, template: Template) -> TurnMarkup:
+        """Learn the markup around each role (cached); what cannot be told apart is left empty."""
+        if template not in self._markup:
+            self._markup[template] = _learn_markup(template, self.layout)
+        return self._markup[template]
+
+    def remember(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Return the value stored under ``key``, made once; the store is emptied when it has grown large."""
+        if key not in self._memory:
+            if len(self._memory) >= _CACHE_LIMIT:
+                self._memory.clear()
+            self._memory[key] = make()
+        return self._memory[key]
+
+    def _render(
+        self,
+        template: Template,
+        messages: list[dict[str, str]],
+        generation: bool,
+        variables: Mapping[str, Any],
+    ) -> str:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        settings = {**self._special_variables, "strftime_now": _fixed_date, **variables}
+        try:
+            rendered, _ = render_jinja_template(
+                [messages], chat_template=template.source, add_generation_prompt=generation, **settings
+            )
+        except Exception as error:
+            # Templates run arbitrary expressions: whatever they raise is the template's fault and must
+            # carry its line.
+            raise template_error(template, error) from error
+        text: str = rendered[0]
+        return text
+
+    # ---- learning
+
+    def system_role_of(self, template: Template) -> str:
+        """Return how ``template`` treats a leading system message: "yes", "dropped" or "rejected".
+
+        Raises:
+            UserError: the template fails on a plain user message, or drops it.
+        """
+        user = self.layout(template, ("user",))
+        if not user.order:
+            raise UserError(f"{template.name} drops the user's message; it must write message['content']")
+        try:
+            both = self.layout(template, ("system", "user"))
+        except UserError:
+            return "rejected"
+        return "yes" if 0 in both.order else "dropped"
+
+    def _probe_bos(self) -> tuple[int, bool]:
+        if self.bos_id is None:
+            return 0, False
+        if self.template is None:
+            return 1, False
+        layout = self.layout(self.template, ("user",))
+        ids = self.encode(layout.literals[0] + "x")
+        count = 0
+        while count < len(ids) and ids[count] == self.bos_id:
+            count += 1
+        rest = layout.literals[0][len(self.bos_token) * count :] + "".join(layout.literals[1:])
+        return count, count > 0 and self.bos_token in rest
+
+    def _find_stop_ids(self) -> tuple[int, ...]:
+        found = [] if self.tokenizer.eos_token_id is None else [int(self.tokenizer.eos_token_id)]
+        if self.template is not None:
+            tail = self.markup(self.template).tails.get("assistant", "")
+            names = self._encoder.find(tail)
+            found += [i for name in names[:1] for i in self.encode(name) if i not in found]
+        return tuple(found)
+
+
+class _Encoder:
+    """Tokenises text in the chunks between special tokens, which do not influence each other, and caches
+    them.
+
+    Where a probe shows that chunks do influence each other (a prefix space that depends on the position),
+    the text is tokenised whole.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        added = backend.get_added_tokens_decoder()
+        self._special = {token.content: i for i, token in added.items() if token.special}
+        fixed = {token.content: i for i, token in added.items() if not token.normalized}
+        self._exact = set(added)
+        self._find = _alternation(self._special)
+        self._split: re.Pattern[str] | None = None
+        self._fixed = {name: _Chunk((i,), (0,), (len(name),)) for name, i in fixed.items()}
+        self._cache: dict[str, _Chunk] = {}
+        if not any(token.lstrip or token.rstrip or token.single_word for token in added.values()):
+            self._split = _alternation(fixed)
+        if self._split is not None and not self._independent(next(iter(fixed))):
+            self._split = None
+
+    def find(self, text: str) -> tuple[str, ...]:
+        """Return the distinct special-token strings in ``text``."""
+        return tuple(dict.fromkeys(self._find.findall(text))) if self._find is not None else ()
+
+    def encode(self, text: str, plain: bool = False) -> Encoded:
+        """Tokenise ``text``; with ``plain``, special-token strings are ordinary text."""
+        if plain:
+            return Encoded([(0, self._encode_plain(text))])
+        if self._split is None:
+            return Encoded([(0, self._chunk(text))] if text else [])
+        chunks: list[tuple[int, _Chunk]] = []
+        position = 0
+        for match in self._split.finditer(text):
+            start, end = match.span()
+            if start > position:
+                chunks.append((position, self._chunk(text[position:start])))
+            chunks.append((start, self._fixed[match.group()]))
+            position = end
+        if position < len(text):
+            chunks.append((position, self._chunk(text[position:])))
+        return Encoded(chunks)
+
+    def _chunk(self, text: str) -> _Chunk:
+        chunk = self._cache.get(text)
+        if chunk is None:
+            if len(self._cache) >= _CACHE_LIMIT:
+                self._cache.clear()
+            chunk = self._cache[text] = self._encode(text)
+        return chunk
+
+    def _encode(self, text: str) -> _Chunk:
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        starts, ends, previous = [], [], 0
+        for i, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            # Offsets may leave out the space that a token begins with; special tokens are exact.
+            starts.append(start if i in self._exact else min(start, previous))
+            previous = max(previous, end)
+            ends.append(previous)
+        return _Chunk(encoding.ids, starts, ends)
+
+    def _encode_plain(self, text: str) -> _Chunk:
+        before = self._backend.encode_special_tokens
+        self._backend.encode_special_tokens = True
+        try:
+            return self._encode(text)
+        finally:
+            self._backend.encode_special_tokens = before
+
+    def _independent(self, mark: str) -> bool:
+        for probe in _PROBES:
+            text = probe + mark + probe + mark + mark + probe
+            if self._encode(text).ids != self.encode(text).ids:
+                return False
+        return True
+
+
+def template_hash(template: Template | None) -> str:
+    """SHA-256 of a template's text, the first 16 hex digits; "" for None."""
+    return "" if template is None else hashlib.sha256(template.source.encode()).hexdigest()[:16]
+
+
+def template_error(template: Template, error: Exception) -> UserError:
+    """Say which template failed, at which line, and why."""
+    line = getattr(error, "lineno", None)
+    if line is None:
+        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == "<template>"]
+        line = lines[-1] if lines else None
+    where = f", line {line}" if line is not None else ""
+    return UserError(f"{template.name}{where}: {type(error).__name__}: {error}")
+
+
+def _find_template(tokenizer: Any, source: str | None, file: Path | str | None) -> Template | None:
+    if file is not None:
+        try:
+            return Template(source=Path(file).read_text(encoding="utf-8"), name=f"the template {file}")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"the template {file} cannot be read: {error}") from error
+    if source is not None:
+        return Template(source=source, name="the given chat template")
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    return Template(source=tokenizer.get_chat_template(), name="the tokenizer's chat template")
+
+
+def _fixed_date(pattern: str) -> str:
+    from datetime import datetime
+
+    return datetime(2024, 7, 26, 12, 0, 0).strftime(pattern)
+
+
+def _alternation(names: Mapping[str, int]) -> re.Pattern[str] | None:
+    longest_first = sorted((name for name in names if name), key=len, reverse=True)
+    return re.compile("|".join(re.escape(name) for name in longest_first)) if longest_first else None
+
+
+def _raw(turns: Sequence[Turn]) -> tuple[Segment, ...]:
+    segments: list[Segment] = []
+    for i, turn in enumerate(turns):
+        if i:
+            segments.append(Segment(text=JOIN, kind="markup", part="between"))
+        segments += [Segment(text=piece.text, kind=piece.kind) for piece in turn.pieces]
+    return tuple(segments)
+
+
+def _trimmings(turns: tuple[Turn, ...]) -> list[tuple[Turn, ...]]:
+    """The ways in which templates are known to write contents: verbatim, or stripped."""
+    stripped = tuple(trim(turn) for turn in turns)
+    return [turns] if stripped == turns else [turns, stripped]
+
+
+def trim(turn: Turn) -> Turn:
+    """Return the turn with white space at both ends of its content removed."""
+    pieces = list(turn.pieces)
+    while pieces and not (text := pieces[0].text.lstrip()):
+        pieces.pop(0)
+    if pieces:
+        pieces[0] = replace(pieces[0], text=text)
+    while pieces and not (text := pieces[-1].text.rstrip()):
+        pieces.pop()
+    if pieces:
+        pieces[-1] = replace(pieces[-1], text=text)
+    return replace(turn, pieces=tuple(pieces))
+
+
+def _fill(
+    layout: Layout, turns: tuple[Turn, ...], markup: TurnMarkup, generation: bool
+) -> tuple[Segment, ...]:
+    segments: list[Segment] = []
+    for at, literal in enumerate(layout.literals):
+        before = turns[layout.order[at - 1]].role if at else None
+        after = turns[layout.order[at]].role if at < len(layout.order) else None
+        segments += _label(literal, before, after, markup, generation)
+        if at < len(layout.order):
+            segments += [Segment(text=p.text, kind=p.kind) for p in turns[layout.order[at]].pieces]
+    return tuple(segment for segment in segments if segment.text)
+
+
+def _label(
+    literal: str, before: str | None, after: str | None, markup: TurnMarkup, generation: bool
+) -> list[Segment]:
+    """Cut a literal into the tail of what stands before, the rest, and the head of what comes after."""
+    tail = markup.tails.get(before or "", "")
+    tail = tail if literal.startswith(tail) else ""
+    rest = literal[len(tail) :]
+    head, kind, part = "", "markup", f"{after}_head"
+    if after is None and generation:
+        head, kind, part = markup.generation, "generation", "generation"
+    elif after == "system" and before is None:
+        head = rest
+    elif after is not None:
+        head = markup.heads.get(after, "")
+    head = head if rest.endswith(head) else ""
+    rest = rest[: len(rest) - len(head)]
+    segments = [Segment(text=tail, kind="markup", part=f"{before}_tail")]
+    block = (markup.system_open or "") + (markup.default_system or "") + markup.system_close
+    if before is None and after != "system" and markup.default_system is not None and rest == block:
+        segments += [
+            Segment(text=markup.system_open or "", kind="markup", part="default_open"),
+            Segment(text=markup.default_system, kind="system", part="default_system"),
+            Segment(text=markup.system_close, kind="markup", part="default_close"),
+        ]
+    else:
+        segments.append(Segment(text=rest, kind="markup", part="open" if before is None else "between"))
+    segments.append(Segment(text=head, kind=kind, part=part))  # type: ignore[arg-type]
+    return segments
+
+
+def _locate(draft: Draft, text: str, markup: TurnMarkup) -> tuple[Segment, ...]:
+    """Find the contents in order, for templates that change contents or depend on them."""
+    assert draft.template is not None
+    segments: list[Segment] = []
+    position, before = 0, None
+    for turn in draft.turns:
+        found = next((t for t in _variants(turn) if t.content and text.find(t.content, position) >= 0), None)
+        if found is None:
+            if turn.role == "user" and turn.content.strip():
+                raise UserError(
+                    f"{draft.template.name} drops or changes the user's message; it must write it verbatim"
+                )
+            continue
+        place = text.find(found.content, position)
+        segments += _label(text[position:place], before, turn.role, markup, False)
+        segments += [Segment(text=piece.text, kind=piece.kind) for piece in found.pieces]
+        position, before = place + len(found.content), turn.role
+    segments += _label(text[position:], before, None, markup, draft.generation)
+    return tuple(segment for segment in segments if segment.text)
+
+
+def _variants(turn: Turn) -> list[Turn]:
+    """A content as templates may have written it: verbatim, stripped, or without the thoughts before
+    ``</think>``.
+    """
+    variants = [turn, trim(turn)]
+    thoughts, mark, answer = turn.content.rpartition("</think>")
+    if turn.role == "assistant" and mark:
+        variants.append(trim(Turn(role=turn.role, pieces=(Piece(text=answer, kind="assistant"),))))
+    return variants
+
+
+def _learn_markup(template: Template, layout: Callable[..., Layout]) -> TurnMarkup:
+    def literals(*roles: str, generation: bool = False) -> tuple[str, ...]:
+        try:
+            found = layout(template, roles, generation)
+        except UserError:
+            return ()
+        return found.literals if found.order == tuple(range(len(roles))) else ()
+
+    user, asks = literals("user"), literals("user", generation=True)
+    answered, dialogue = literals("user", "assistant"), literals("user", "assistant", "user")
+    given = literals("system", "user")
+    generation = asks[1][len(user[1]) :] if user and asks and asks[1].startswith(user[1]) else ""
+    tails = {"user": user[1] if user else "", "assistant": answered[2] if answered else ""}
+    heads: dict[str, str] = {}
+    if answered and answered[1].startswith(tails["user"]):
+        heads["assistant"] = answered[1][len(tails["user"]) :]
+    if dialogue and dialogue[2].startswith(tails["assistant"]):
+        heads["user"] = dialogue[2][len(tails["assistant"]) :]
+    head = heads.get("user", "")
+    close, default = "", None
+    if given:
+        close = given[1][: len(given[1]) - len(head)] if given[1].endswith(head) else given[1]
+        tails["system"] = close
+        alone = user[0] if user else ""
+        inside = alone[len(given[0]) : len(alone) - len(close + head)]
+        if close and alone == given[0] + inside + close + head:
+            default = inside
+    return TurnMarkup(
+        heads=heads,
+        tails=tails,
+        generation=generation,
+        system_open=given[0] if given else None,
+        system_close=close,
+        default_system=default,
+    )
+
+
+def _token_kinds(segments: Sequence[Segment], encoded: Encoded) -> list[tuple[SpanKind, int]]:
+    """Return (kind, index of the first token after it) for each segment, in order."""
+    kinds: list[tuple[SpanKind, int]] = []
+    position, previous = 0, 0
+    for at, segment in enumerate(segments):
+        position += len(segment.text)
+        if at + 1 == len(segments):
+            end = len(encoded.ids)
+        else:
+            end, straddles = encoded.split(position)
+            if straddles and (segment.kind not in _MARKUP or segments[at + 1].kind in _MARKUP):
+                end += 1
+        end = max(end, previous)
+        kinds.append((segment.kind, end))
+        previous = end
+    return kinds
+
+
+def _spans(
+    num_bos: int, kinds: Sequence[tuple[SpanKind, int]], leading: int, length: int
+) -> tuple[Span, ...]:
+    """Merge neighbours of one kind; ``kinds`` index the tokens before BOS was decided, with ``leading`` BOS
+    ids.
+    """
+    spans: list[Span] = []
+    start = 0
+    for kind, end in kinds:
+        end = num_bos if kind == "bos" else max(end - leading + num_bos, start)
+        if end > start:
+            if spans and spans[-1].kind == kind:
+                spans[-1] = Span(kind=kind, start=spans[-1].start, end=end)
+            else:
+                spans.append(Span(kind=kind, start=start, end=end))
+            start = end
+    assert start == length, "spans must cover every token"
+    return tuple(spans)

@@ -1,0 +1,114 @@
+"""From what a user writes after ``--perturb`` to a list of conditions.
+
+Example: ``resolve_conditions(["templates*system", "text/typos_5"])`` crosses two families and adds a single
+condition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from specbench import registry
+from specbench.errors import UserError, unknown_name
+from specbench.perturbations.condition import Condition
+from specbench.perturbations.stages import Staged, compose
+from specbench.types import CLEAN
+
+ALIASES = {"templates": "template", "languages": "language", "texts": "text", "systems": "system"}
+"""Other spellings of family names."""
+
+
+def all_conditions() -> list[Condition]:
+    """Return every known condition, families in the order of the built-in table, then those from outside.
+
+    Raises:
+        UserError: two packages give the same id, or a package gives something that is no condition.
+    """
+    from specbench.perturbations import BUILTIN
+
+    names = [*BUILTIN, *(name for name in registry.names("perturbations") if name not in BUILTIN)]
+    found: dict[str, Condition] = {}
+    for name in names:
+        for condition in _made(name):
+            if condition.info.id in found:
+                raise UserError(
+                    f"the condition {condition.info.id!r} is given twice, the second time by {name!r}"
+                )
+            found[condition.info.id] = condition
+    return list(found.values())
+
+
+def resolve_conditions(spec: Sequence[str], severity: int | None = None) -> list[Condition]:
+    """Return the conditions a specification names, ``template/regular`` first, each once.
+
+    Args:
+        spec: families ("templates", "system", "all"), single ids ("template/no_bos"), products
+        ("templates*system");
+            items may hold several of these, separated by commas.
+        severity: leave out conditions of families that are more severe than this; what is named by its id
+        stays.
+
+    Raises:
+        UserError: a name is unknown (with the nearest ones), or nothing in a product composes.
+    """
+    known = {condition.info.id: condition for condition in all_conditions()}
+    chosen: dict[str, Condition] = {CLEAN: known[CLEAN]}
+    for item in (part.strip() for text in spec for part in text.split(",")):
+        if item:
+            for condition in _expand(item, known, severity):
+                chosen.setdefault(condition.info.id, condition)
+    return list(chosen.values())
+
+
+def _made(name: str) -> Iterable[Condition]:
+    make: Callable[[], object] | Condition = registry.load("perturbations", name)
+    made = make if isinstance(make, Condition) else make()
+    many = [made] if isinstance(made, Condition) else made
+    if not isinstance(many, Iterable):
+        raise UserError(
+            f"the perturbation {name!r} gives {type(many).__name__}; it must give one condition or several"
+        )
+    for condition in many:
+        if not isinstance(condition, Condition):
+            raise UserError(
+                f"the perturbation {name!r} gives {type(condition).__name__}, which is not a condition"
+            )
+        yield condition
+
+
+def _expand(item: str, known: dict[str, Condition], severity: int | None) -> list[Condition]:
+    factors = [_named(name.strip(), known, severity) for name in item.split("*")]
+    product = factors[0]
+    for factor in factors[1:]:
+        product = _cross(item, product, factor)
+    return product
+
+
+def _named(name: str, known: dict[str, Condition], severity: int | None) -> list[Condition]:
+    if name in known:
+        return [known[name]]
+    family = ALIASES.get(name, name)
+    members = [c for c in known.values() if name == "all" or c.info.family == family]
+    if not members:
+        families = {c.info.family for c in known.values()}
+        raise unknown_name("perturbation", name, [*known, *families, *ALIASES, "all"])
+    return [c for c in members if severity is None or c.info.severity <= severity]
+
+
+def _cross(item: str, left: list[Condition], right: list[Condition]) -> list[Condition]:
+    """Compose every pair that can be; where none can, say why."""
+    product: list[Condition] = []
+    reason: UserError | None = None
+    for a in left:
+        for b in right:
+            if not isinstance(a, Staged) or not isinstance(b, Staged):
+                other = b if isinstance(a, Staged) else a
+                reason = UserError(f"{other.info.id} cannot be composed: it is not made of stages")
+                continue
+            try:
+                product.append(compose(a, b))
+            except UserError as error:
+                reason = error
+    if not product:
+        raise reason or UserError(f"{item!r} names no conditions at this severity")
+    return product
