@@ -1,0 +1,3 @@
+"""Row schema, Parquet store, aggregation, statistics, tables, plots and the leaderboard."""
+
+from __future__ import annotations
