@@ -205,6 +205,7 @@ class Engine:
         self.max_length = max_length
         self.taps = tuple(taps)
         self._cache: dict[int, tuple[Tensor, Tensor]] = {}
+        self._taps: dict[int, Tensor] = {}
 
     def layer_cache(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer, [slots, Hkv, max_length, D]; made on first use on the layer's own device."""
@@ -214,7 +215,7 @@ class Engine:
             self._cache[layer] = (like.new_zeros(shape), like.new_zeros(shape))
         return self._cache[layer]
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def forward(self, segments: Sequence[Segment], *, logits_at: Sequence[int] | Tensor) -> ForwardOutput:
         """Run one pass over the segments' tokens, back to back.
 
@@ -256,10 +257,23 @@ class Engine:
             self.model.config._attn_implementation = previous
             recorder.close()
         taps = {tap: state[0] for tap, state in recorder.states.items()}
+        for tap, state in taps.items():
+            self._tap_cache(tap, state)[slots.to(state.device), positions.to(state.device)] = state
         return ForwardOutput(logits=out.logits[0].float(), taps=taps)
+
+    def _tap_cache(self, tap: int, like: Tensor) -> Tensor:
+        if tap not in self._taps:
+            self._taps[tap] = like.new_zeros(self.num_slots, self.max_length, like.shape[-1])
+        return self._taps[tap]
+
+    def slot_taps(self, slot: int, length: int) -> dict[int, Tensor]:
+        """Copies of a slot's taps at positions 0..length-1: tap index -> [length, H]."""
+        return {tap: states[slot, :length].clone() for tap, states in self._taps.items()}
 
     def move(self, source: int, to: int, length: int) -> None:
         """Copy the first ``length`` positions of one slot over another, so that busy slots stay contiguous."""
         for keys, values in self._cache.values():
             keys[to, :, :length] = keys[source, :, :length]
             values[to, :, :length] = values[source, :, :length]
+        for states in self._taps.values():
+            states[to, :length] = states[source, :length]

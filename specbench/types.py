@@ -189,8 +189,8 @@ class Trace:
     logprobs: Tensor
     """[A] log-probability of each answer token under the law it was drawn from (greedy: temperature 1)."""
     margins: Tensor
-    """[A] target's top-1 minus top-2 logit where each answer token was chosen; for a forced answer the
-    token's own logit minus the best other one, so a negative margin marks a token the target would not choose."""
+    """[A] each answer token's own logit minus the best other one, where it was chosen: top-1 minus top-2 for a
+    greedy answer; negative marks a token the target would not have taken (forced or sampled answers)."""
     entropies: Tensor
     """[A] entropy in nats of the target's distribution at temperature 1."""
     finish: Literal["stop", "length"]

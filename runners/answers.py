@@ -1,0 +1,334 @@
+"""The target's answers, batched, as traces.
+
+Sequences are answered in buckets of similar length over a fixed number of slots; a slot whose answer ended is given
+to the next prompt at once. Nothing an answer contains depends on what shares its batch, up to floating-point ties.
+
+Example:
+    answerer = Answerer(target, taps=(2, 15, 27), max_new_tokens=128)
+    for trace in answerer.answer(rendered_prompts):
+        print(trace.prompt.key, len(trace.answer_ids), trace.finish)
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specbench.errors import UserError
+from specbench.runners.engine import Engine, Segment, TapRecorder, UnsupportedModelError
+from specbench.runners.sampling import Choice, choose, describe, stream
+from specbench.runners.targets import Target
+from specbench.types import AnswerPath, RenderedPrompt, Sampling, Trace
+
+_PREFILL_TOKENS = 2048
+_LOGIT_ROWS = 256
+_SMALLEST_BUCKET = 256
+
+Finish = Literal["stop", "length"]
+
+
+@dataclass(slots=True)
+class _Request:
+    """One answer in the making."""
+
+    prompt: RenderedPrompt
+    limit: int
+    """Answer tokens at most."""
+    random: np.random.Generator | None
+    answer: list[int] = field(default_factory=list)
+    facts: list[tuple[float, float, float]] = field(default_factory=list)
+    """(logprob, margin, entropy) per answer token."""
+
+    @property
+    def length(self) -> int:
+        """Tokens whose keys are in the slot: all but the newest answer token."""
+        return len(self.prompt.token_ids) + len(self.answer) - 1
+
+
+def answer_limit(prompt: RenderedPrompt, max_new_tokens: int, max_positions: int) -> int:
+    """Answer tokens this prompt may get within the target's positions.
+
+    Raises:
+        UserError: the prompt alone fills them.
+    """
+    room = max_positions - len(prompt.token_ids)
+    if room < 1:
+        raise UserError(
+            f"prompt {prompt.prompt_id} under {prompt.condition.id} has {len(prompt.token_ids)} tokens, but the target "
+            f"has {max_positions} positions; use shorter lengths or leave it out"
+        )
+    return min(prompt.max_new_tokens or max_new_tokens, room)
+
+
+def kv_bytes_per_token(model: Any) -> int:
+    """Bytes of keys and values one token takes over all layers."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * config.num_hidden_layers * heads * dim * model.dtype.itemsize)
+
+
+class Answerer:
+    """Answers prompts with one target and one setting."""
+
+    def __init__(
+        self,
+        target: Target,
+        *,
+        taps: Sequence[int],
+        max_new_tokens: int,
+        sampling: Sampling | None = None,
+        batch_size: int = 48,
+        kv_budget: int | None = None,
+        on_tokens: Callable[[int], None] = lambda _count: None,
+    ) -> None:
+        """Prepare; allocates nothing yet.
+
+        Args:
+            target: who answers.
+            taps: ``hidden_states`` indices to keep.
+            max_new_tokens: answer tokens at most, where the prompt names no other limit.
+            sampling: the law; default greedy.
+            batch_size: sequences at a time, at most.
+            kv_budget: bytes for keys and values; default 2 GiB on a CPU, 40 % of what is free on a GPU.
+            on_tokens: called with the number of answer tokens of every pass (progress).
+        """
+        self.target = target
+        self.taps = tuple(taps)
+        self.max_new_tokens = max_new_tokens
+        self.sampling = sampling or Sampling()
+        self.batch_size = batch_size
+        self.on_tokens = on_tokens
+        if kv_budget is None:
+            cuda = target.device.type == "cuda"
+            kv_budget = int(torch.cuda.mem_get_info(target.device)[0] * 0.4) if cuda else 2 << 30
+        self.kv_budget = kv_budget
+        self._stops = frozenset(target.stop_ids)
+
+    def answer(self, prompts: Sequence[RenderedPrompt]) -> Iterator[Trace]:
+        """Yield one trace per prompt, in the order they finish.
+
+        Raises:
+            UserError: a prompt fills the target's positions.
+        """
+        requests = [self._request(p) for p in prompts]
+        try:
+            for length, bucket in self._buckets(requests):
+                yield from self._run_bucket(bucket, length)
+        except UnsupportedModelError:
+            done = {id(r) for r in requests if r.answer}
+            for request in requests:
+                if id(request) not in done:
+                    yield self._answer_plainly(request)
+
+    def force(self, prompt: RenderedPrompt, answer_ids: Sequence[int], finish: Finish) -> Trace:
+        """Trace a given answer under a prompt: one pass, nothing is generated.
+
+        Used for the forced answer path, and to rebuild the taps of an answer that an earlier run stored.
+        """
+        assert answer_ids, "an answer has at least one token"
+        ids = [*prompt.token_ids, *answer_ids]
+        first = len(prompt.token_ids) - 1
+        if len(ids) > self.target.info.max_positions:
+            raise UserError(
+                f"prompt {prompt.prompt_id} under {prompt.condition.id} and its answer have {len(ids)} tokens, but the "
+                f"target has {self.target.info.max_positions} positions"
+            )
+        request = _Request(prompt=prompt, limit=len(answer_ids), random=None)
+        try:
+            taps = self._force_slots(request, ids, first)
+        except UnsupportedModelError:
+            taps = self._force_plainly(request, ids, first)
+        request.answer = list(answer_ids)
+        return self._trace(request, finish, taps, path="forced")
+
+    def _request(self, prompt: RenderedPrompt) -> _Request:
+        random = None if self.sampling.greedy else stream(self.sampling.seed, *prompt.key)
+        limit = answer_limit(prompt, self.max_new_tokens, self.target.info.max_positions)
+        return _Request(prompt=prompt, limit=limit, random=random)
+
+    def _buckets(self, requests: Sequence[_Request]) -> Iterator[tuple[int, list[_Request]]]:
+        """Group requests whose total lengths share a power of two; (slot length, requests), longest first."""
+        buckets: dict[int, list[_Request]] = {}
+        for request in requests:
+            total = len(request.prompt.token_ids) + request.limit
+            size = max(_SMALLEST_BUCKET, 1 << (total - 1).bit_length())
+            buckets.setdefault(size, []).append(request)
+        for size in sorted(buckets, reverse=True):
+            bucket = sorted(buckets[size], key=lambda r: -len(r.prompt.token_ids))
+            yield max(len(r.prompt.token_ids) + r.limit for r in bucket), bucket
+
+    def _run_bucket(self, bucket: list[_Request], length: int) -> Iterator[Trace]:
+        per_slot = length * kv_bytes_per_token(self.target.model)
+        slots = max(1, min(self.batch_size, len(bucket), self.kv_budget // per_slot))
+        engine = Engine(self.target.model, num_slots=slots, max_length=length, taps=self.taps)
+        pending = deque(bucket)
+        active: list[_Request] = []
+        while pending or active:
+            free = slots - len(active)
+            # a prefill reads every weight once, so it waits until it serves several prompts
+            if pending and (free >= max(1, slots // 8) or not active):
+                fresh = [pending.popleft() for _ in range(min(free, len(pending)))]
+                self._prefill(engine, fresh, first_slot=len(active))
+                active.extend(fresh)
+            yield from self._retire(engine, active)
+            if active:
+                self._step(engine, active)
+                yield from self._retire(engine, active)
+
+    def _prefill(self, engine: Engine, fresh: Sequence[_Request], *, first_slot: int) -> None:
+        """Fill the slots of new requests and pick their first tokens, several prompts to a pass."""
+        batch: list[tuple[_Request, Segment]] = []
+        waiting = 0
+        for slot, request in enumerate(fresh, start=first_slot):
+            ids = request.prompt.token_ids
+            start = 0
+            while len(ids) - start > _PREFILL_TOKENS:
+                piece = ids[start : start + _PREFILL_TOKENS]
+                engine.forward([Segment(slot=slot, start=start, ids=piece)], logits_at=[len(piece) - 1])
+                start += _PREFILL_TOKENS
+            rest = ids[start:]
+            if batch and waiting + len(rest) > _PREFILL_TOKENS:
+                self._first_tokens(engine, batch)
+                batch, waiting = [], 0
+            batch.append((request, Segment(slot=slot, start=start, ids=rest)))
+            waiting += len(rest)
+        self._first_tokens(engine, batch)
+
+    def _first_tokens(self, engine: Engine, batch: Sequence[tuple[_Request, Segment]]) -> None:
+        segments = [segment for _request, segment in batch]
+        last = np.cumsum([len(s.ids) for s in segments]) - 1
+        out = engine.forward(segments, logits_at=torch.from_numpy(last))
+        self._take(out.logits, [request for request, _segment in batch])
+
+    def _step(self, engine: Engine, active: Sequence[_Request]) -> None:
+        segments = [Segment(slot=i, start=r.length, ids=r.answer[-1:]) for i, r in enumerate(active)]
+        out = engine.forward(segments, logits_at=range(len(active)))
+        self._take(out.logits, active)
+
+    def _take(self, logits: Tensor, requests: Sequence[_Request]) -> None:
+        """Give every request its next token."""
+        uniforms = None
+        if not self.sampling.greedy:
+            values = [r.random.random() for r in requests if r.random is not None]
+            uniforms = torch.tensor(values, dtype=torch.float64, device=logits.device)
+        self._note(requests, choose(logits, self.sampling, uniforms))
+        self.on_tokens(len(requests))
+
+    @staticmethod
+    def _note(requests: Sequence[_Request], choice: Choice) -> None:
+        facts = torch.stack([choice.logprobs, choice.margins, choice.entropies], dim=1).tolist()
+        for request, token, fact in zip(requests, choice.tokens.tolist(), facts, strict=True):
+            request.answer.append(token)
+            request.facts.append(tuple(fact))
+
+    def _finish(self, request: _Request) -> Finish | None:
+        if request.answer[-1] in self._stops:
+            return "stop"
+        return "length" if len(request.answer) >= request.limit else None
+
+    def _retire(self, engine: Engine, active: list[_Request]) -> Iterator[Trace]:
+        """Yield finished answers and close the gaps they leave."""
+        slot = 0
+        while slot < len(active):
+            request = active[slot]
+            finish = self._finish(request)
+            if finish is None:
+                slot += 1
+                continue
+            trace = self._trace(request, finish, engine.slot_taps(slot, request.length))
+            last = active.pop()
+            if last is not request:
+                engine.move(len(active), slot, last.length)
+                active[slot] = last
+            yield trace
+
+    def _trace(
+        self, request: _Request, finish: Finish, taps: dict[int, Tensor], path: AnswerPath = "free"
+    ) -> Trace:
+        facts = torch.tensor(request.facts, dtype=torch.float32)
+        if not bool(torch.isfinite(facts[:, 0]).all()) and path == "free":
+            raise UserError(
+                f"the target gives non-finite logits on prompt {request.prompt.prompt_id} under "
+                f"{request.prompt.condition.id}; use --dtype float32"
+            )
+        return Trace(
+            prompt=request.prompt,
+            answer_ids=tuple(request.answer),
+            taps={tap: states.cpu() for tap, states in taps.items()},
+            logprobs=facts[:, 0],
+            margins=facts[:, 1],
+            entropies=facts[:, 2],
+            finish=finish,
+            sampling=self.sampling,
+            path=path,
+        )
+
+    def _force_slots(self, request: _Request, ids: Sequence[int], first: int) -> dict[int, Tensor]:
+        engine = Engine(self.target.model, num_slots=1, max_length=len(ids), taps=self.taps)
+        start = 0
+        stop = len(ids) - 1
+        while start < stop:
+            # few rows of logits at a time where the answer is: a row is the whole vocabulary
+            size = min(_PREFILL_TOKENS if start < first else _LOGIT_ROWS, stop - start)
+            if start < first < start + size:
+                size = first - start
+            piece = ids[start : start + size]
+            inside = start >= first
+            rows = range(len(piece)) if inside else [len(piece) - 1]
+            out = engine.forward([Segment(slot=0, start=start, ids=piece)], logits_at=rows)
+            if inside:
+                self._describe(request, out.logits, ids[start + 1 : start + size + 1])
+            start += size
+        return engine.slot_taps(0, stop)
+
+    def _describe(self, request: _Request, logits: Tensor, tokens: Sequence[int]) -> None:
+        choice = describe(logits, torch.tensor(list(tokens), device=logits.device), self.sampling)
+        facts = torch.stack([choice.logprobs, choice.margins, choice.entropies], dim=1).tolist()
+        request.facts.extend(tuple(f) for f in facts)
+
+    @torch.no_grad()
+    def _answer_plainly(self, request: _Request) -> Trace:
+        """One sequence at a time with the model's own cache: for layers that slots cannot hold."""
+        request.answer.clear()
+        request.facts.clear()
+        recorder = TapRecorder(self.target.model, self.taps)
+        pieces: dict[int, list[Tensor]] = {tap: [] for tap in self.taps}
+        cache = None
+        ids = list(request.prompt.token_ids)
+        try:
+            while (finish := self._finish(request) if request.answer else None) is None:
+                out = self.target.model(
+                    input_ids=torch.tensor([ids], device=self.target.device),
+                    past_key_values=cache,
+                    use_cache=True,
+                    logits_to_keep=1,
+                )
+                cache = out.past_key_values
+                for tap in self.taps:
+                    pieces[tap].append(recorder.states[tap][0])
+                self._take(out.logits[0].float(), [request])
+                ids = request.answer[-1:]
+        finally:
+            recorder.close()
+        return self._trace(request, finish, {tap: torch.cat(states) for tap, states in pieces.items()})
+
+    @torch.no_grad()
+    def _force_plainly(self, request: _Request, ids: Sequence[int], first: int) -> dict[int, Tensor]:
+        recorder = TapRecorder(self.target.model, self.taps)
+        try:
+            out = self.target.model(
+                input_ids=torch.tensor([ids[:-1]], device=self.target.device),
+                use_cache=False,
+                logits_to_keep=len(ids) - 1 - first,
+            )
+            self._describe(request, out.logits[0].float(), ids[first + 1 :])
+            return {tap: recorder.states[tap][0] for tap in self.taps}
+        finally:
+            recorder.close()
