@@ -1,0 +1,313 @@
+"""Chains of draft steps at many rows of several packed sequences at once: the one step computation there is.
+
+Row p of a sequence stands for position p: it reads the taps of position p and the embedding of token p+1, and
+step 1 predicts token p+2. A chain hangs on a row; its step j reads the sequence's own token p+j and the state
+that step j-1 left, at rotary position p+j-1, and sees the keys of step 1 up to row p and its own keys of
+steps 2..j. Scoring and training both run this function; they differ in ``on_step``.
+
+Example:
+    def on_step(step, active, post):            # post [len(active), H]; active indexes ``rows``
+        hits = model.logits(post).argmax(-1) == model.draft_ids[packed.inputs[rows[active] + step]]
+        return hits                             # chains that missed are dropped; None keeps all
+    run_chains(model, packed, rows, depth=8, on_step=on_step)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from specbench.drafters.eagle3 import Eagle3Config, Eagle3Model, Layer, rotate
+from specbench.drafters.kernels.chain import chain_attention, chain_attention_stats
+
+OnStep = Callable[[int, Tensor, Tensor], Tensor | None]
+"""(step, active [R_j], post [R_j, H]) -> bool mask [R_j] of the chains that go on, or None for all.
+
+``active`` holds indices into ``rows``, ascending; ``post`` is the final-norm output that the head reads."""
+
+Perturb = Callable[[int, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(step, rows [n], hidden [n, H], embeds [n, H]) -> (hidden, embeds) that the step really reads.
+
+At step 1 it is called for all packed rows (in blocks), at later steps for the rows of the active chains."""
+
+
+class Probe(Protocol):
+    """Watches the steps, for diagnosis."""
+
+    @property
+    def regions(self) -> tuple[Tensor, int] | None:
+        """(label [N] of each packed row, number of labels) to receive attention by region, or None."""
+        ...
+
+    def on_step(self, step: int, tensors: Mapping[str, Tensor]) -> None:
+        """Take in one step.
+
+        ``rows`` [R] packed rows; ``hidden`` [R, H] hidden input (fused taps, later the fed-back state);
+        ``embeds`` [R, H]; ``residual`` [R, H] raw residual after the last layer; ``state`` [R, H] fed back;
+        with regions also ``mass`` [R, Hq, regions + step - 1] and ``entropy`` [R, Hq] of layer 0's attention.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Packed:
+    """Sequences back to back, one row per position that has taps."""
+
+    inputs: Tensor
+    """[N] int64: row p's token p+1; also the label of the chain step that predicts it."""
+    taps: tuple[Tensor, ...]
+    """Per tap [N, H_target]."""
+    cu_seqlens: Tensor
+    """[S+1] int64 boundaries."""
+    positions: Tensor
+    """[N] int64 position of each row within its sequence."""
+    last: Tensor
+    """[N] int64 last row of each row's sequence."""
+    sink: Tensor | None = None
+    """[S, 2] int64 packed rows (start, end) that stay visible in spite of a window."""
+
+    @classmethod
+    def build(
+        cls,
+        sequences: Sequence[tuple[Tensor, Sequence[Tensor]]],
+        sinks: Sequence[tuple[int, int]] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> Packed:
+        """Pack sequences.
+
+        Args:
+            sequences: per sequence (ids [T+1], taps each [T, H_target]): taps of all positions but the last.
+            sinks: per sequence (start, end) positions; None: no sinks.
+            device: where the result lies.
+        """
+        lengths = [len(ids) - 1 for ids, _ in sequences]
+        assert all(t.shape[0] == n for (_, taps), n in zip(sequences, lengths, strict=True) for t in taps)
+        cu = torch.tensor([0, *lengths]).cumsum(0)
+        sizes = torch.tensor(lengths)
+        positions = torch.cat([torch.arange(n) for n in lengths])
+        last = torch.repeat_interleave(cu[1:] - 1, sizes)
+        inputs = torch.cat([ids[1:] for ids, _ in sequences]).to(torch.int64)
+        columns = zip(*(taps for _, taps in sequences), strict=True)
+        taps = tuple(
+            c[0].to(device) if len(c) == 1 else torch.cat([t.to(device) for t in c]) for c in columns
+        )
+        sink = None
+        if sinks is not None:
+            sink = (torch.tensor(sinks, dtype=torch.int64) + cu[:-1, None]).to(device)
+        return cls(
+            inputs=inputs.to(device),
+            taps=taps,
+            cu_seqlens=cu.to(device),
+            positions=positions.to(device),
+            last=last.to(device),
+            sink=sink,
+        )
+
+
+def sink_span(
+    config: Eagle3Config, token_ids: Sequence[int], bos_id: int | None, system: tuple[int, int] | None
+) -> tuple[int, int]:
+    """Return the positions (start, end) that stay visible; empty where the prompt has none.
+
+    Args:
+        config: names the sink.
+        token_ids: the prompt.
+        bos_id: the target's BOS token; its leading run is the ``bos`` sink.
+        system: the system-prompt span, for the ``system`` sink.
+    """
+    if config.sink == "first4":
+        return (0, min(4, len(token_ids)))
+    if config.sink == "bos":
+        run = 0
+        while run < len(token_ids) and token_ids[run] == bos_id:
+            run += 1
+        return (0, run)
+    if config.sink == "system" and system is not None:
+        return system
+    return (0, 0)
+
+
+class _Chains:
+    """State of one ``run_chains``: step-1 keys of all rows, own keys of the chains that are still going."""
+
+    def __init__(
+        self, model: Eagle3Model, packed: Packed, rows: Tensor, probe: Probe | None, backend: str
+    ) -> None:
+        self.model, self.packed, self.probe, self.backend = model, packed, probe, backend
+        self.rows = rows
+        self.prefix: list[tuple[Tensor, Tensor]] = []
+        self.own: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(model.config.num_layers)]
+        self.seen: dict[str, Tensor] = {}
+        # [N] position just after the sink, to place re-packed queries
+        self.sink_end: Tensor | None = None
+        if packed.sink is not None and model.config.positions == "repacked":
+            sizes = packed.cu_seqlens.diff()
+            self.sink_end = torch.repeat_interleave(packed.sink[:, 1] - packed.cu_seqlens[:-1], sizes)
+
+    def attend(self, layer: Layer, z: Tensor, rows: Tensor) -> Tensor:
+        """Return the attention output [R, Hq, D] of queries that hang on ``rows`` behind their own keys."""
+        config, packed, own = self.model.config, self.packed, self.own[layer.index]
+        window = config.window(layer.index)
+        position = packed.positions[rows] + len(own)
+        raw = layer.self_attn.queries(z)
+        q = rotate(raw, self.model.rope.tables(position, z.dtype))
+        q_sink = None
+        if window is not None and self.sink_end is not None:
+            near = torch.minimum(self.sink_end[rows] + window - 1, position)
+            q_sink = rotate(raw, self.model.rope.tables(near, z.dtype))
+        k, v = self.prefix[layer.index]
+        own_k = torch.stack([k for k, _ in own], dim=1) if own else None
+        own_v = torch.stack([v for _, v in own], dim=1) if own else None
+        sink = packed.sink if window is not None else None
+        if self.probe is not None and self.probe.regions is not None and layer.index == 0:
+            labels, count = self.probe.regions
+            out, mass, entropy = chain_attention_stats(
+                q, k, v, own_k, own_v, rows, packed.cu_seqlens,
+                window=window, sink=sink, q_sink=q_sink, labels=labels, num_regions=count,
+            )  # fmt: skip
+            self.seen |= {"mass": mass, "entropy": entropy}
+            return out
+        return chain_attention(
+            q, k, v, own_k, own_v, rows, packed.cu_seqlens,
+            window=window, sink=sink, q_sink=q_sink, backend=self.backend,
+        )  # fmt: skip
+
+    def first(self, perturb: Perturb | None, block_rows: int | None) -> Tensor:
+        """Run step 1 and return the raw residual [R, H] at ``rows``.
+
+        Keys and values are made for every row; queries and MLP only where something reads them.
+        """
+        model, packed, rows = self.model, self.packed, self.rows
+        num_rows = packed.inputs.shape[0]
+        everything = torch.arange(num_rows, device=rows.device)
+        hidden: Tensor | None = None
+        for index in range(model.config.num_layers):
+            layer = model.layers[index]
+            assert isinstance(layer, Layer)
+            queries = rows if index == model.config.num_layers - 1 else everything
+            z, residual = self._first_inputs(layer, hidden, queries, perturb, block_rows or num_rows)
+            out = self.attend(layer, z, queries)
+            if index == 0 and queries is not rows and "mass" in self.seen:
+                self.seen |= {name: self.seen[name][rows] for name in ("mass", "entropy")}
+            hidden = layer.leave(z, residual, out)
+        assert hidden is not None
+        return hidden
+
+    def _first_inputs(
+        self, layer: Layer, hidden: Tensor | None, queries: Tensor, perturb: Perturb | None, block_rows: int
+    ) -> tuple[Tensor, Tensor]:
+        """Fill the layer's keys and values for all rows; return (z, residual) at ``queries``."""
+        model, packed = self.model, self.packed
+        num_rows = packed.inputs.shape[0]
+        starts = list(range(0, num_rows, block_rows))
+        cuts = torch.searchsorted(queries, torch.tensor([*starts, num_rows], device=queries.device)).tolist()
+        keys, values, zs, residuals, inputs = [], [], [], [], []
+        for i, start in enumerate(starts):
+            block = slice(start, min(start + block_rows, num_rows))
+            embeds = hidden_in = None
+            if hidden is None:
+                hidden_in, embeds = (
+                    model.fuse([t[block] for t in packed.taps]),
+                    model.embed(packed.inputs[block]),
+                )
+                if perturb is not None:
+                    which = torch.arange(block.start, block.stop, device=queries.device)
+                    hidden_in, embeds = perturb(1, which, hidden_in, embeds)
+                z, residual = layer.enter(hidden_in, embeds)
+            else:
+                z, residual = layer.enter(hidden[block], hidden[block])
+            tables = model.rope.tables(packed.positions[block], z.dtype)
+            k, v = layer.self_attn.keys_values(z, tables)
+            keys.append(k)
+            values.append(v)
+            if self.probe is not None and hidden_in is not None and embeds is not None:
+                inside = self.rows[(self.rows >= block.start) & (self.rows < block.stop)] - start
+                inputs.append((hidden_in[inside], embeds[inside]))
+            picked = queries[cuts[i] : cuts[i + 1]] - start
+            whole = len(picked) == block.stop - block.start
+            zs.append(z if whole else z[picked])
+            residuals.append(residual if whole else residual[picked])
+        self.prefix.append((_join(keys), _join(values)))
+        if inputs:
+            self.seen |= {"hidden": _join([h for h, _ in inputs]), "embeds": _join([e for _, e in inputs])}
+        return _join(zs), _join(residuals)
+
+    def later(self, step: int, state: Tensor, perturb: Perturb | None) -> Tensor:
+        """Run step ``step`` >= 2 from the fed-back ``state`` [R, H] and return the raw residual [R, H]."""
+        model, packed = self.model, self.packed
+        hidden, embeds = state, model.embed(packed.inputs[self.rows + step - 1])
+        if perturb is not None:
+            hidden, embeds = perturb(step, self.rows, hidden, embeds)
+        if self.probe is not None:
+            self.seen |= {"hidden": hidden, "embeds": embeds}
+        tables = model.rope.tables(packed.positions[self.rows] + step - 1, hidden.dtype)
+        for layer in model.layers:
+            assert isinstance(layer, Layer)
+            z, residual = layer.enter(hidden, embeds)
+            self.own[layer.index].append(layer.self_attn.keys_values(z, tables))
+            hidden = layer.leave(z, residual, self.attend(layer, z, self.rows))
+        return hidden
+
+    def keep(self, which: Tensor) -> None:
+        """Drop all chains but those at indices ``which``."""
+        self.rows = self.rows[which]
+        self.own = [[(k[which], v[which]) for k, v in layer] for layer in self.own]
+
+
+def run_chains(
+    model: Eagle3Model,
+    packed: Packed,
+    rows: Tensor,
+    depth: int,
+    on_step: OnStep,
+    *,
+    probe: Probe | None = None,
+    perturb: Perturb | None = None,
+    block_rows: int | None = None,
+    backend: str = "auto",
+) -> None:
+    """Run chains of up to ``depth`` steps that hang on ``rows``; differentiable.
+
+    A chain ends by itself where its sequence holds no token to compare the next step with.
+
+    Args:
+        model: the drafter.
+        packed: sequences.
+        rows: [R] int64 packed rows, ascending, each with a following row in its sequence.
+        depth: k >= 1.
+        on_step: receives every step; says which chains go on.
+        probe: watches, for diagnosis.
+        perturb: changes what a step reads, for diagnosis.
+        block_rows: rows whose inputs are made at a time in step 1, to bound memory; None: all.
+        backend: of ``chain_attention``.
+    """
+    assert depth >= 1
+    if rows.numel() == 0:
+        return
+    chains = _Chains(model, packed, rows, probe, backend)
+    active = torch.arange(rows.shape[0], device=rows.device)
+    state: Tensor | None = None
+    for step in range(1, depth + 1):
+        residual = chains.first(perturb, block_rows) if state is None else chains.later(step, state, perturb)
+        post = model.norm(residual)
+        state = model.feedback(residual, post)
+        if probe is not None:
+            probe.on_step(step, chains.seen | {"rows": chains.rows, "residual": residual, "state": state})
+        keep = on_step(step, active, post)
+        if step == depth:
+            return
+        alive = chains.rows + step + 1 <= packed.last[chains.rows]
+        which = (alive if keep is None else alive & keep).nonzero().flatten()
+        if which.numel() == 0:
+            return
+        if which.numel() < active.numel():
+            chains.keep(which)
+            active, state = active[which], state[which]
+
+
+def _join(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts))

@@ -1,0 +1,492 @@
+"""The EAGLE-3 family as one module with orthogonal switches.
+
+``eagle3.1`` is ``feedback="post", norm_per_tap=True``; ``eagle3-gated`` is ``gate=True, norm_per_tap=True``;
+any other combination is as good. The module holds the parts of a step; ``chains.run_chains`` puts them
+together, for scoring and for training alike.
+
+Example:
+    config = Eagle3Config(hidden_size=576, intermediate_size=1536, num_heads=9, num_kv_heads=3, head_dim=64,
+                          vocab_size=49152, draft_vocab_size=4096, target_hidden_size=576, taps=(2, 15, 27),
+                          rope={"rope_type": "default", "rope_theta": 1e5}, max_positions=8192,
+                          feedback="post")
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specbench.errors import UserError
+from specbench.types import TargetInfo, TargetWeights
+
+Feedback = Literal["pre", "post"]
+Sink = Literal["none", "bos", "first4", "system"]
+Positions = Literal["absolute", "repacked"]
+Head = Literal["own", "target", "target_rows"]
+
+DEFAULT_ROPE: Mapping[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+def default_taps(num_layers: int) -> tuple[int, ...]:
+    """Return the taps (2, n // 2, n - 3) that published EAGLE-3 code uses where a checkpoint names none.
+
+    Raises:
+        UserError: the target is so shallow that two of them fall together.
+    """
+    taps = (2, num_layers // 2, num_layers - 3)
+    if len(set(taps)) < 3 or min(taps) < 0 or sorted(taps) != list(taps):
+        raise UserError(
+            f"the default taps (2, n//2, n-3) are {taps} for a target of {num_layers} layers, which are not "
+            "three ascending ones; name the taps in eagle_aux_hidden_state_layer_ids"
+        )
+    return taps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eagle3Config:
+    """Sizes and switches of one drafter, named our way; ``checkpoints`` translates published keys."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    """Of the target."""
+    draft_vocab_size: int
+    target_hidden_size: int
+    taps: tuple[int, ...]
+    """``hidden_states`` indices (0 = embeddings, i = entering block i), ascending."""
+    num_layers: int = 1
+    """Only layer 0 sees the token's embedding."""
+    feedback: Feedback = "pre"
+    """What the next step receives: the raw residual, or the final norm's output (which gives the logits)."""
+    norm_per_tap: bool = False
+    """One RMSNorm per tap before ``fc`` (``fc_norm``)."""
+    norm_joint: bool = False
+    """One RMSNorm over all taps before ``fc`` (``norm_before_fc``); applied first where both are set."""
+    norm_before_residual: bool = False
+    """The residual starts from the normed hidden state."""
+    gate: bool = False
+    """attention output *= sigmoid(Wg z), elementwise, before ``o_proj``; z is the layer's input."""
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    fc: bool = True
+    """False: the single tap is the hidden state itself."""
+    fc_bias: bool = False
+    windows: tuple[int | None, ...] = ()
+    """Per layer: keys a query sees, its own included; None or no entry: all."""
+    sink: Sink = "none"
+    """Positions that stay visible in spite of the window."""
+    positions: Positions = "absolute"
+    """``repacked``: a sink outside the window is seen as if it directly preceded the window."""
+    own_embed: bool = False
+    head: Head = "own"
+    """``target_rows``: the target's head rows at the draft vocabulary's ids, frozen and not in the file."""
+    rms_norm_eps: float = 1e-5
+    hidden_act: str = "silu"
+    logit_scale: float = 1.0
+    rope: Mapping[str, Any] = field(default_factory=lambda: dict(DEFAULT_ROPE))
+    """``rope_parameters`` in transformers' terms."""
+    max_positions: int = 2048
+    trained_depth: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise UserError(
+                f"{self.num_heads} query heads cannot share {self.num_kv_heads} key-value heads evenly"
+            )
+        if len(set(self.taps)) != len(self.taps):
+            raise UserError(f"taps {self.taps} hold a duplicate; name distinct ones")
+        if not self.fc and (len(self.taps) != 1 or self.target_hidden_size != self.hidden_size):
+            raise UserError("without fc a drafter takes exactly one tap of its own width")
+        if not 1 <= self.draft_vocab_size <= self.vocab_size:
+            raise UserError(
+                f"a draft vocabulary of {self.draft_vocab_size} does not fit the target's {self.vocab_size}"
+            )
+        if self.head == "target" and self.draft_vocab_size != self.vocab_size:
+            raise UserError(
+                f"the target's whole head cannot serve a draft vocabulary of {self.draft_vocab_size} of "
+                f"{self.vocab_size} tokens; the file must hold lm_head.weight"
+            )
+        if self.sink != "none" and not any(self.windows):
+            raise UserError(f"sink={self.sink} has no effect without a window; add window=N")
+        if self.positions == "repacked" and self.sink == "none":
+            raise UserError("positions=repacked has no effect without a sink; add sink=bos, first4 or system")
+        if any(w is not None and w < 1 for w in self.windows):
+            raise UserError(f"window must be at least 1, not {self.windows}")
+
+    @classmethod
+    def for_target(
+        cls, info: TargetInfo, *, taps: tuple[int, ...] | None = None, **sizes: Any
+    ) -> Eagle3Config:
+        """Return a configuration whose target-side facts (width, vocabulary, taps, RoPE) come from it.
+
+        Args:
+            info: the target.
+            taps: default: ``default_taps``.
+            **sizes: every other field; num_heads, num_kv_heads, head_dim and intermediate_size are needed.
+        """
+        facts: dict[str, Any] = {
+            "hidden_size": info.hidden_size,
+            "target_hidden_size": info.hidden_size,
+            "vocab_size": info.vocab_size,
+            "draft_vocab_size": info.vocab_size,
+            "taps": taps if taps is not None else default_taps(info.num_layers),
+            "rope": dict(info.rope_parameters) or dict(DEFAULT_ROPE),
+            "max_positions": info.max_positions,
+        }
+        return cls(**(facts | sizes))
+
+    def window(self, layer: int) -> int | None:
+        """Return layer ``layer``'s window, or None for full attention."""
+        return self.windows[layer] if layer < len(self.windows) else None
+
+    @property
+    def input_norm(self) -> str:
+        """The input normalisation, spelled out."""
+        return (
+            "+".join(n for n, on in (("joint", self.norm_joint), ("per_tap", self.norm_per_tap)) if on)
+            or "none"
+        )
+
+    def settings(self) -> dict[str, str]:
+        """Return the switches, spelled out for the result rows."""
+        window = ",".join("full" if w is None else str(w) for w in self.windows) or "full"
+        return {
+            "feedback": self.feedback,
+            "input_norm": self.input_norm,
+            "norm_before_residual": str(self.norm_before_residual).lower(),
+            "gate": "sigmoid" if self.gate else "none",
+            "window": window,
+            "sink": self.sink,
+            "positions": self.positions,
+            "layers": str(self.num_layers),
+            "qk_norm": str(self.qk_norm).lower(),
+            "draft_vocab": str(self.draft_vocab_size),
+            "taps": ",".join(map(str, self.taps)),
+        }
+
+
+def _linear(num_in: int, num_out: int, bias: bool, dtype: torch.dtype, device: torch.device) -> nn.Linear:
+    """A linear map whose weights wait to be loaded or drawn: the global random generator is left alone."""
+    return nn.Linear(num_in, num_out, bias=bias, device="meta", dtype=dtype).to_empty(device=device)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension, in float32 inside."""
+
+    def __init__(self, width: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width, dtype=dtype, device=device))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the normed ``x`` [..., width]."""
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+class Rope:
+    """Rotary positions through transformers, with frequencies fixed at construction.
+
+    Length-dependent scalings (``longrope``, ``dynamic``) are taken at the configured number of positions,
+    whatever the sequence at hand, so that a token's key does not depend on what it is packed with.
+    """
+
+    def __init__(self, config: Eagle3Config) -> None:
+        from transformers import LlamaConfig
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+        if float(config.rope.get("partial_rotary_factor") or 1.0) != 1.0:
+            raise UserError("partial_rotary_factor other than 1 is not supported for EAGLE-3 drafters")
+        hf = LlamaConfig(
+            hidden_size=config.hidden_size,
+            num_attention_heads=config.num_heads,
+            head_dim=config.head_dim,
+            max_position_embeddings=config.max_positions,
+            rope_parameters=dict(config.rope),
+        )
+        kind = hf.rope_parameters["rope_type"]
+        if kind == "longrope":
+            frequencies, scale = ROPE_INIT_FUNCTIONS[kind](hf, None, seq_len=config.max_positions)
+        else:
+            embedding = LlamaRotaryEmbedding(hf)
+            frequencies, scale = embedding.inv_freq, embedding.attention_scaling
+        self.frequencies: Tensor = frequencies.float()
+        self.scale = float(scale)
+
+    def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return cos and sin, each [len(positions), 1, head_dim]."""
+        if self.frequencies.device != positions.device:
+            self.frequencies = self.frequencies.to(positions.device)
+        angles = positions[:, None].float() * self.frequencies
+        angles = torch.cat((angles, angles), dim=-1)[:, None]
+        return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
+
+
+def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate ``x`` [n, heads, D] by ``Rope.tables``; halves are paired, as in Llama."""
+    cos, sin = tables
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class Attention(nn.Module):
+    """Projections of one layer's attention; the softmax itself is the caller's."""
+
+    def __init__(self, config: Eagle3Config, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        c, d = config, config.head_dim
+        self.head_dim = d
+        self.q_proj = _linear(width, c.num_heads * d, c.qkv_bias, dtype, device)
+        self.k_proj = _linear(width, c.num_kv_heads * d, c.qkv_bias, dtype, device)
+        self.v_proj = _linear(width, c.num_kv_heads * d, c.qkv_bias, dtype, device)
+        self.o_proj = _linear(c.num_heads * d, c.hidden_size, c.o_bias, dtype, device)
+        self.g_proj = _linear(width, c.num_heads * d, False, dtype, device) if c.gate else None
+        self.q_norm = RMSNorm(d, c.rms_norm_eps, dtype, device) if c.qk_norm else None
+        self.k_norm = RMSNorm(d, c.rms_norm_eps, dtype, device) if c.qk_norm else None
+
+    def queries(self, z: Tensor) -> Tensor:
+        """Return queries [n, Hq, D] before rotation."""
+        q: Tensor = self.q_proj(z).unflatten(-1, (-1, self.head_dim))
+        if self.q_norm is not None:
+            q = self.q_norm(q)
+        return q
+
+    def keys_values(self, z: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return rotated keys and values, each [n, Hkv, D]."""
+        k = self.k_proj(z).unflatten(-1, (-1, self.head_dim))
+        if self.k_norm is not None:
+            k = self.k_norm(k)
+        return rotate(k, tables), self.v_proj(z).unflatten(-1, (-1, self.head_dim))
+
+    def output(self, z: Tensor, attended: Tensor) -> Tensor:
+        """Return the residual's update from ``attended`` [n, Hq, D], gated by ``z`` if so switched."""
+        flat = attended.flatten(-2)
+        if self.g_proj is not None:
+            flat = flat * torch.sigmoid(self.g_proj(z))
+        out: Tensor = self.o_proj(flat)
+        return out
+
+
+class MLP(nn.Module):
+    """down(act(gate(x)) * up(x))."""
+
+    def __init__(self, config: Eagle3Config, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        from transformers.activations import ACT2FN
+
+        h, i, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = _linear(h, i, bias, dtype, device)
+        self.up_proj = _linear(h, i, bias, dtype, device)
+        self.down_proj = _linear(i, h, bias, dtype, device)
+        self.act = ACT2FN[config.hidden_act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the update [..., H]."""
+        out: Tensor = self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class Layer(nn.Module):
+    """One decoder layer. Layer 0 reads cat(norm(embedding), norm(hidden)); later ones read norm(hidden)."""
+
+    def __init__(self, config: Eagle3Config, index: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        h, eps = config.hidden_size, config.rms_norm_eps
+        self.index = index
+        self.norm_before_residual = config.norm_before_residual
+        self.input_layernorm = RMSNorm(h, eps, dtype, device)
+        self.hidden_norm = RMSNorm(h, eps, dtype, device) if index == 0 else None
+        self.post_attention_layernorm = RMSNorm(h, eps, dtype, device)
+        self.self_attn = Attention(config, 2 * h if index == 0 else h, dtype, device)
+        self.mlp = MLP(config, dtype, device)
+
+    def enter(self, hidden: Tensor, embeds: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (z, residual): what attention reads, and what its output is added to."""
+        if self.hidden_norm is None:
+            return self.input_layernorm(hidden), hidden
+        normed = self.hidden_norm(hidden)
+        z = torch.cat((self.input_layernorm(embeds), normed), dim=-1)
+        return z, normed if self.norm_before_residual else hidden
+
+    def leave(self, z: Tensor, residual: Tensor, attended: Tensor) -> Tensor:
+        """Return the residual stream after attention output and MLP, [n, H]."""
+        residual = residual + self.self_attn.output(z, attended)
+        update: Tensor = self.mlp(self.post_attention_layernorm(residual))
+        return residual + update
+
+
+class Eagle3Model(nn.Module):
+    """A drafter's weights, and the target's tensors that it shares.
+
+    Shared tensors are non-persistent buffers: they follow ``.to()`` and never land in ``state_dict``.
+    """
+
+    embed_table: Tensor | None
+    head_table: Tensor | None
+    target_ids: Tensor
+    draft_ids: Tensor
+
+    def __init__(
+        self,
+        config: Eagle3Config,
+        target: TargetWeights,
+        target_ids: Tensor | Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Lay out the module; its weights wait for ``load_state_dict`` or ``init_weights``.
+
+        Args:
+            config: sizes and switches.
+            target: shared embeddings and head.
+            target_ids: [draft_vocab_size] ascending target id of each draft id; None: the first ones.
+            dtype: of the weights; default: the target's.
+
+        Raises:
+            UserError: shared tensors do not fit the drafter's sizes.
+        """
+        super().__init__()
+        self.config = c = config
+        dtype, device = dtype or target.embed.dtype, target.embed.device
+        _check_target(config, target)
+        ids = torch.arange(c.draft_vocab_size) if target_ids is None else torch.as_tensor(target_ids)
+        assert ids.shape == (c.draft_vocab_size,)
+        ids = ids.to(device=device, dtype=torch.int64)
+        self.register_buffer("target_ids", ids, persistent=False)
+        lookup = torch.full((c.vocab_size,), -1, dtype=torch.int64, device=device)
+        lookup[ids] = torch.arange(c.draft_vocab_size, device=device)
+        self.register_buffer("draft_ids", lookup, persistent=False)
+
+        shared_embed = None if c.own_embed else target.embed.detach().to(dtype)
+        self.register_buffer("embed_table", shared_embed, persistent=False)
+        self.embed_tokens = (
+            nn.Embedding(c.vocab_size, c.hidden_size, device="meta", dtype=dtype).to_empty(device=device)
+            if c.own_embed
+            else None
+        )
+        shared_head = {
+            "own": None,
+            "target": target.head,
+            "target_rows": target.head[ids] if c.head == "target_rows" else None,
+        }[c.head]
+        self.register_buffer(
+            "head_table", None if shared_head is None else shared_head.detach().to(dtype), persistent=False
+        )
+        self.lm_head = (
+            _linear(c.hidden_size, c.draft_vocab_size, False, dtype, device) if c.head == "own" else None
+        )
+
+        width = len(c.taps) * c.target_hidden_size
+        self.fc = _linear(width, c.hidden_size, c.fc_bias, dtype, device) if c.fc else None
+        self.input_norm = RMSNorm(width, c.rms_norm_eps, dtype, device) if c.norm_joint else None
+        self.fc_norm = (
+            nn.ModuleList(RMSNorm(c.target_hidden_size, c.rms_norm_eps, dtype, device) for _ in c.taps)
+            if c.norm_per_tap
+            else None
+        )
+        self.layers = nn.ModuleList(Layer(c, i, dtype, device) for i in range(c.num_layers))
+        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype, device)
+        self.rope = Rope(c)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return self.norm.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.norm.weight.device
+
+    def init_weights(self, generator: torch.Generator, std: float = 0.02) -> None:
+        """Draw every matrix from N(0, std^2); norms start at 1, biases at 0.
+
+        Args:
+            generator: on the CPU; the draw does not depend on the device.
+            std: standard deviation.
+        """
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if parameter.dim() > 1:
+                    draw = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+                    parameter.copy_(draw * std)
+                else:
+                    parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+
+    def fuse(self, taps: Sequence[Tensor]) -> Tensor:
+        """Return the hidden input [n, H] of step 1 from the taps, each [n, H_target]."""
+        x = torch.cat(tuple(taps), dim=-1) if len(taps) > 1 else taps[0]
+        x = x.to(self.dtype)
+        if self.input_norm is not None:
+            x = self.input_norm(x)
+        if self.fc_norm is not None:
+            chunks = x.chunk(len(self.fc_norm), dim=-1)
+            x = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
+        if self.fc is not None:
+            x = self.fc(x)
+        return x
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Return embeddings [n, H] of target token ids [n]."""
+        table = self.embed_table if self.embed_tokens is None else self.embed_tokens.weight
+        assert table is not None
+        return F.embedding(token_ids, table)
+
+    def head_weight(self) -> Tensor:
+        """Return the output matrix [draft_vocab_size, H]."""
+        weight = self.head_table if self.lm_head is None else self.lm_head.weight
+        assert weight is not None
+        return weight
+
+    def logits(self, post: Tensor) -> Tensor:
+        """Return logits [n, draft_vocab_size] of final-norm outputs [n, H]."""
+        logits = F.linear(post, self.head_weight())
+        return logits if self.config.logit_scale == 1.0 else logits * self.config.logit_scale
+
+    def feedback(self, pre: Tensor, post: Tensor) -> Tensor:
+        """Return what the next step receives as its hidden input."""
+        return post if self.config.feedback == "post" else pre
+
+    def fingerprint(self) -> str:
+        """Return SHA-256 over configuration, vocabulary map and weights, the first 16 hex digits."""
+        digest = hashlib.sha256(json.dumps(asdict(self.config), sort_keys=True, default=str).encode())
+        tensors = dict(sorted(self.state_dict().items())) | {"target_ids": self.target_ids}
+        for name, tensor in tensors.items():
+            digest.update(name.encode())
+            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+
+def _check_target(config: Eagle3Config, target: TargetWeights) -> None:
+    info = target.info
+    if config.target_hidden_size != info.hidden_size:
+        raise UserError(
+            f"the drafter expects a target of width {config.target_hidden_size}, but {info.name} has "
+            f"{info.hidden_size}; it was trained for another target"
+        )
+    if config.vocab_size != info.vocab_size:
+        raise UserError(
+            f"the drafter expects a target with {config.vocab_size} tokens, but {info.name} has "
+            f"{info.vocab_size}; it was trained for another tokenizer"
+        )
+    outside = [t for t in config.taps if not 0 <= t <= info.num_layers]
+    if outside:
+        raise UserError(f"tap {outside[0]} does not exist: {info.name} has taps 0..{info.num_layers}")
+    shares_embed = not config.own_embed
+    if (shares_embed or config.head != "own") and config.hidden_size != info.hidden_size:
+        what = "embeddings" if shares_embed else "head"
+        raise UserError(
+            f"the drafter's width {config.hidden_size} differs from {info.name}'s {info.hidden_size}, so it "
+            f"cannot share the target's {what}; the checkpoint must hold its own"
+        )
