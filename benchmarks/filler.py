@@ -85,7 +85,7 @@ _SHAPES = (
     "If the {person} of {town} was late, {name} {did} the {things} alone, {how}.",
     "The list at {spot} named {size} {things}, {small} chairs and a {person}'s apron.",
 )
-_SENTENCE_END = re.compile(r"(?<=[.!?])[\"'\u201d\u2019)\]]*\s+")
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+|(?<=[.!?][\"'\u201d\u2019)\]])\s+")
 _LONGEST = 60
 """Words; a longer run without a full stop is cut, so that no step of the length search is huge."""
 

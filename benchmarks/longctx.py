@@ -245,17 +245,13 @@ class LongContext:
             item, task = number // len(_TASKS), list(_TASKS)[number % len(_TASKS)]
             seed = f"{request.seed}/{task}/{item}"
             rng = random.Random(seed)
-            filler = (
-                Excerpt(sentences, rng.randrange(len(sentences)))
-                if sentences
-                else Generated(seed + "/filler")
-            )
+            filler, tail = _fillers(seed, rng, sentences)
             fillers.append(filler)
             depth = _DEPTHS[item % len(_DEPTHS)]
             question = _TASKS[task](rng, filler, depth)
             for length in lengths:
                 shell = _shell(task, item, length, depth, question)
-                prompts.append(_fit(shell, request.count_tokens, length, Generated(seed + "/tail")))
+                prompts.append(_fit(shell, request.count_tokens, length, tail))
         self._warn_of_repeats(fillers, sentences, request)
         return prompts
 
@@ -270,6 +266,14 @@ class LongContext:
                 SpecbenchWarning,
                 stacklevel=3,
             )
+
+
+def _fillers(seed: str, rng: random.Random, sentences: Sequence[str] | None) -> tuple[Filler, Filler]:
+    """Return (filler, text for the unfinished passage at its end)."""
+    if sentences is None:
+        return Generated(seed + "/filler"), Generated(seed + "/tail")
+    start = rng.randrange(len(sentences))
+    return Excerpt(sentences, start), Excerpt(sentences, start + len(sentences) // 2)
 
 
 def _checked_lengths(lengths: Sequence[int]) -> tuple[int, ...]:
@@ -412,7 +416,7 @@ def _pad(
 LONGCTX = LongContext(
     info=SuiteInfo(
         name="longctx",
-        description="needle, multi-document and long-dialogue questions at exact lengths in tokens; generated",
+        description="needle, multi-document and long-dialogue questions of an exact length; generated",
         licence="Apache-2.0",
         citation="part of specbench",
     )
