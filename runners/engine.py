@@ -151,7 +151,9 @@ def decoder_layers(model: Any) -> tuple[torch.nn.ModuleList, torch.nn.Module]:
             for norm_name in ("norm", "final_layernorm", "ln_f", "final_layer_norm"):
                 if hasattr(parent, norm_name):
                     return module, getattr(parent, norm_name)
-    raise UserError(f"no list of {config.num_hidden_layers} decoder blocks with a final norm in {type(model).__name__}")
+    raise UserError(
+        f"no list of {config.num_hidden_layers} decoder blocks with a final norm in {type(model).__name__}"
+    )
 
 
 class TapRecorder:
@@ -168,7 +170,9 @@ class TapRecorder:
                 raise UserError(f"tap {tap} does not exist: the target has hidden states 0 to {len(layers)}")
         self.states: dict[int, Tensor] = {}
         self._handles = [
-            (layers[tap] if tap < len(layers) else norm).register_forward_pre_hook(self._hook(tap), with_kwargs=True)
+            (layers[tap] if tap < len(layers) else norm).register_forward_pre_hook(
+                self._hook(tap), with_kwargs=True
+            )
             for tap in taps
         ]
 

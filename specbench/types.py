@@ -343,8 +343,8 @@ class Drafter(Protocol):
         """Score every round start of every trace; one result per trace, same order."""
         ...
 
-    def session(self) -> DraftSession:
-        """Start following one answer."""
+    def session(self, prompt: RenderedPrompt | None = None) -> DraftSession:
+        """Start following one answer; the prompt tells drafters with sinks where its regions are."""
         ...
 
 
