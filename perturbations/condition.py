@@ -101,6 +101,8 @@ class Setting:
     turn: int
     chat: ChatTokenizer
     seed: int
+    rest: tuple[Stage, ...] = ()
+    """The stages that follow the one that looks."""
 
 
 Stage = Callable[[Draft, Setting], Draft]

@@ -13,8 +13,10 @@ Example:
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import traceback
+from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +36,9 @@ JOIN = "\n\n"
 lines."""
 
 _MARKUP: tuple[SpanKind, ...] = ("bos", "markup", "generation")
+_MARKUP_LIKE = re.compile(r"[<\[|｜].*[>\]|｜]")
 _CACHE_LIMIT = 200_000
+_CACHE_CHARS = 40_000_000
 _PROBES = ("Hi", " Hi", "\n\nHi there. 3x", "é好\t", "  ")
 
 
@@ -68,7 +72,7 @@ class _Chunk:
     __slots__ = ("ends", "ids", "starts")
 
     def __init__(self, ids: Sequence[int], starts: Sequence[int], ends: Sequence[int]) -> None:
-        self.ids, self.starts, self.ends = tuple(ids), starts, ends
+        self.ids, self.starts, self.ends = array("i", ids), array("i", starts), array("i", ends)
 
 
 class Encoded:
@@ -97,6 +101,7 @@ class ChatTokenizer:
 
     Attributes:
         tokenizer: the transformers tokenizer (a fast one: offsets are needed).
+        max_positions: the target's limit; None where nobody knows it.
         template: the chat template, None where there is none.
         template_hash: SHA-256 of its text, 16 hex digits; "" where there is none.
         bos_id, bos_token: None and "" where the tokenizer has no BOS.
@@ -109,7 +114,11 @@ class ChatTokenizer:
     """
 
     def __init__(
-        self, tokenizer: Any, template: str | None = None, template_file: Path | str | None = None
+        self,
+        tokenizer: Any,
+        template: str | None = None,
+        template_file: Path | str | None = None,
+        max_positions: int | None = None,
     ) -> None:
         """Learn the template.
 
@@ -117,6 +126,7 @@ class ChatTokenizer:
             tokenizer: a transformers fast tokenizer.
             template: Jinja source used instead of the tokenizer's own.
             template_file: a file with it.
+            max_positions: the target's limit, where it is known; conditions longer than it are not available.
 
         Raises:
             UserError: not a fast tokenizer, a file that cannot be read, a template that fails or drops the
@@ -128,6 +138,7 @@ class ChatTokenizer:
                 "load the tokenizer as a fast one (use_fast=True)"
             )
         self.tokenizer = tokenizer
+        self.max_positions = max_positions
         self.template = _find_template(tokenizer, template, template_file)
         self.template_hash = template_hash(self.template)
         self.bos_id: int | None = tokenizer.bos_token_id
@@ -168,6 +179,23 @@ class ChatTokenizer:
     def special_strings(self, text: str) -> tuple[str, ...]:
         """Return the distinct special-token strings that occur in ``text``, in order."""
         return self._encoder.find(text)
+
+    def too_long(self, length: int) -> str | None:
+        """Return why a prompt of ``length`` tokens does not fit the target; None where it does, or nobody
+        knows.
+        """
+        if self.max_positions is None or length < self.max_positions:
+            return None
+        limit = f"the target's {self.max_positions:,} positions"
+        return f"{length:,} prompt tokens leave no room for an answer in {limit}"
+
+    def template_specials(self) -> tuple[str, ...]:
+        """Return the special-token strings that the template writes around a user's message, BOS left out."""
+        if self.template is None:
+            return ()
+        text = "".join(self.layout(self.template, ("user",)).literals)
+        skip = "" if self.bos_is_marker else self.bos_token
+        return tuple(name for name in self.special_strings(text) if name != skip)
 
     def tokenise(
         self, segments: Sequence[Segment], bos: BosRule = "template", plain: bool = False
@@ -336,13 +364,15 @@ class _Encoder:
     def __init__(self, backend: Any) -> None:
         self._backend = backend
         added = backend.get_added_tokens_decoder()
-        self._special = {token.content: i for i, token in added.items() if token.special}
+        marks = {t.content: i for i, t in added.items() if t.special or _MARKUP_LIKE.fullmatch(t.content)}
         fixed = {token.content: i for i, token in added.items() if not token.normalized}
         self._exact = set(added)
-        self._find = _alternation(self._special)
+        self._find = _alternation(marks)
+        self._plain: Any = None
         self._split: re.Pattern[str] | None = None
         self._fixed = {name: _Chunk((i,), (0,), (len(name),)) for name, i in fixed.items()}
         self._cache: dict[str, _Chunk] = {}
+        self._cached_chars = 0
         if not any(token.lstrip or token.rstrip or token.single_word for token in added.values()):
             self._split = _alternation(fixed)
         if self._split is not None and not self._independent(next(iter(fixed))):
@@ -355,7 +385,7 @@ class _Encoder:
     def encode(self, text: str, plain: bool = False) -> Encoded:
         """Tokenise ``text``; with ``plain``, special-token strings are ordinary text."""
         if plain:
-            return Encoded([(0, self._encode_plain(text))])
+            return Encoded([(0, self._encode(text, self._plain_backend()))])
         if self._split is None:
             return Encoded([(0, self._chunk(text))] if text else [])
         chunks: list[tuple[int, _Chunk]] = []
@@ -373,13 +403,15 @@ class _Encoder:
     def _chunk(self, text: str) -> _Chunk:
         chunk = self._cache.get(text)
         if chunk is None:
-            if len(self._cache) >= _CACHE_LIMIT:
+            self._cached_chars += len(text)
+            if self._cached_chars > _CACHE_CHARS:
                 self._cache.clear()
+                self._cached_chars = len(text)
             chunk = self._cache[text] = self._encode(text)
         return chunk
 
-    def _encode(self, text: str) -> _Chunk:
-        encoding = self._backend.encode(text, add_special_tokens=False)
+    def _encode(self, text: str, backend: Any = None) -> _Chunk:
+        encoding = (backend or self._backend).encode(text, add_special_tokens=False)
         starts, ends, previous = [], [], 0
         for i, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
             # Offsets may leave out the space that a token begins with; special tokens are exact.
@@ -388,13 +420,16 @@ class _Encoder:
             ends.append(previous)
         return _Chunk(encoding.ids, starts, ends)
 
-    def _encode_plain(self, text: str) -> _Chunk:
-        before = self._backend.encode_special_tokens
-        self._backend.encode_special_tokens = True
-        try:
-            return self._encode(text)
-        finally:
-            self._backend.encode_special_tokens = before
+    def _plain_backend(self) -> Any:
+        """The same tokenizer with no added tokens, so that none is found in text."""
+        if self._plain is None:
+            from tokenizers import Tokenizer
+
+            state = json.loads(self._backend.to_str())
+            self._plain = Tokenizer.from_str(
+                json.dumps({**state, "added_tokens": [], "post_processor": None})
+            )
+        return self._plain
 
     def _independent(self, mark: str) -> bool:
         for probe in _PROBES:

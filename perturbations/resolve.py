@@ -6,10 +6,11 @@ condition.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 
 from specbench import registry
-from specbench.errors import UserError, unknown_name
+from specbench.errors import SpecbenchWarning, UserError, unknown_name
 from specbench.perturbations.condition import Condition
 from specbench.perturbations.stages import Staged, compose
 from specbench.types import CLEAN
@@ -96,19 +97,35 @@ def _named(name: str, known: dict[str, Condition], severity: int | None) -> list
 
 
 def _cross(item: str, left: list[Condition], right: list[Condition]) -> list[Condition]:
-    """Compose every pair that can be; where none can, say why."""
+    """Compose every pair that can be, and say which cannot; where none can, that is an error."""
     product: list[Condition] = []
-    reason: UserError | None = None
+    refused: list[UserError] = []
     for a in left:
         for b in right:
-            if not isinstance(a, Staged) or not isinstance(b, Staged):
-                other = b if isinstance(a, Staged) else a
-                reason = UserError(f"{other.info.id} cannot be composed: it is not made of stages")
-                continue
             try:
-                product.append(compose(a, b))
+                product.append(combine(a, b))
             except UserError as error:
-                reason = error
+                refused.append(error)
     if not product:
-        raise reason or UserError(f"{item!r} names no conditions at this severity")
+        raise refused[0] if refused else UserError(f"{item!r} names no conditions at this severity")
+    if refused:
+        warnings.warn(
+            f"{item}: {len(refused)} of {len(product) + len(refused)} pairs are left out, the first because "
+            f"{refused[0]} (name the pairs you need to leave out the rest)",
+            SpecbenchWarning,
+            stacklevel=2,
+        )
     return product
+
+
+def combine(first: Condition, second: Condition) -> Condition:
+    """Return the condition that does both.
+
+    Raises:
+        UserError: they cannot be composed, and why.
+    """
+    for one in (first, second):
+        if not isinstance(one, Staged):
+            raise UserError(f"{one.info.id} cannot be composed: it is not made of stages")
+    assert isinstance(first, Staged) and isinstance(second, Staged)
+    return compose(first, second)

@@ -13,13 +13,26 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from specbench.errors import UserError
-from specbench.perturbations.condition import UNCHANGED, Draft, Piece, Segment, Setting, Stage, Turn
+from specbench.perturbations.condition import UNCHANGED, BosRule, Draft, Piece, Segment, Setting, Stage, Turn
 from specbench.perturbations.rendering import ChatTokenizer, template_hash
 from specbench.types import CLEAN, ConditionInfo, Prompt, RenderedPrompt
 
 Claim = str
-"""What a condition decides alone: "layout" (which template, or none), "bos", "system", "context", "text",
+"""What a condition decides alone: "layout" (which template, or none), "BOS", "system prompt", "context",
 ..."""
+
+LAYOUT_CLAIMS: frozenset[Claim] = frozenset({"layout", "thinking", "tools", "default system"})
+"""What a condition with a template of its own decides."""
+
+RAW_CLAIMS: frozenset[Claim] = LAYOUT_CLAIMS | {
+    "generation header",
+    "turn ends",
+    "header newlines",
+    "text ends",
+    "role names",
+    "markup tokens",
+}
+"""What a condition without a template decides: all of the markup."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,10 +193,10 @@ def _clean(
     return replace(rendered, notes=tuple(notes))
 
 
-def _staged_draft(condition: Staged, draft: Draft, setting: Setting) -> Draft:
-    for stage in (*condition.messages, *condition.template, *condition.ids):
-        draft = stage(draft, setting)
-    return draft
+def _run(stages: tuple[Stage, ...], draft: Draft, setting: Setting) -> Draft:
+    for i, stage in enumerate(stages):
+        draft = stage(draft, replace(setting, rest=stages[i + 1 :]))
+    return system_fallback(draft, setting.chat)
 
 
 def _segments(draft: Draft, setting: Setting) -> tuple[Segment, ...]:
@@ -193,8 +206,13 @@ def _segments(draft: Draft, setting: Setting) -> tuple[Segment, ...]:
     return segments
 
 
+def measure(draft: Draft, setting: Setting) -> int:
+    """Return how many tokens ``draft`` comes to once the stages after the present one have run."""
+    return len(_ids(draft, setting))
+
+
 def _ids(draft: Draft, setting: Setting) -> tuple[int, ...]:
-    draft = system_fallback(draft, setting.chat)
+    draft = _run(setting.rest, draft, setting)
     return setting.chat.tokenise(_segments(draft, setting), draft.bos, draft.plain)[0]
 
 
@@ -202,7 +220,8 @@ def _render(
     condition: Staged, prompt: Prompt, turn: int, answers: Sequence[str], chat: ChatTokenizer, seed: int
 ) -> RenderedPrompt:
     setting = Setting(prompt=prompt, turn=turn, chat=chat, seed=seed)
-    draft = system_fallback(_staged_draft(condition, start(prompt, turn, answers, chat), setting), chat)
+    stages = (*condition.messages, *condition.template, *condition.ids)
+    draft = _run(stages, start(prompt, turn, answers, chat), setting)
     segments = _segments(draft, setting)
     ids, spans, num_bos = chat.tokenise(segments, draft.bos, draft.plain)
     notes = (*draft.notes, *_special_notes(segments, chat, draft.plain))
@@ -247,8 +266,18 @@ def _check(
                 raise UserError(
                     f"{condition.info.id} loses or changes the user's text of {setting.prompt.id}"
                 )
-    declared: Mapping[str, int] = {"drop": 0, "double": setting.chat.clean_bos + 1}
-    wanted = declared.get(draft.bos, num_bos)
+    chat = setting.chat
+    has_bos = chat.bos_id is not None
+    # What the target's own template writes is right by definition, unless it was edited.
+    written = chat.clean_bos if draft.edits else num_bos
+    declared: Mapping[BosRule, int] = {
+        "template": written,
+        "target": chat.clean_bos,
+        "auto": int(has_bos),
+        "drop": 0,
+        "double": chat.clean_bos + 1,
+    }
+    wanted = declared[draft.bos]
     if wanted != num_bos and not setting.chat.special_strings("".join(setting.prompt.turns)):
         raise UserError(
             f"{condition.info.id} declares {wanted} BOS tokens but gives {num_bos} for {setting.prompt.id}"
