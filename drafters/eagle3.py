@@ -359,7 +359,7 @@ class Eagle3Model(nn.Module):
         super().__init__()
         self.config = c = config
         dtype, device = dtype or target.embed.dtype, target.embed.device
-        _check_target(config, target)
+        check_target(config, target)
         ids = torch.arange(c.draft_vocab_size) if target_ids is None else torch.as_tensor(target_ids)
         assert ids.shape == (c.draft_vocab_size,)
         ids = ids.to(device=device, dtype=torch.int64)
@@ -460,15 +460,25 @@ class Eagle3Model(nn.Module):
 
     def fingerprint(self) -> str:
         """Return SHA-256 over configuration, vocabulary map and weights, the first 16 hex digits."""
-        digest = hashlib.sha256(json.dumps(asdict(self.config), sort_keys=True, default=str).encode())
-        tensors = dict(sorted(self.state_dict().items())) | {"target_ids": self.target_ids}
-        for name, tensor in tensors.items():
-            digest.update(name.encode())
-            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()[:16]
+        config = json.dumps(asdict(self.config), sort_keys=True, default=str)
+        return weights_fingerprint(config, self.state_dict() | {"target_ids": self.target_ids})
 
 
-def _check_target(config: Eagle3Config, target: TargetWeights) -> None:
+def weights_fingerprint(config: str, tensors: Mapping[str, Tensor]) -> str:
+    """Return SHA-256 over a configuration's text and named tensors, the first 16 hex digits."""
+    digest = hashlib.sha256(config.encode())
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        digest.update(tensors[name].detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:16]
+
+
+def check_target(config: Eagle3Config, target: TargetWeights) -> None:
+    """Refuse a drafter that was made for another target.
+
+    Raises:
+        UserError: widths, vocabularies or taps differ.
+    """
     info = target.info
     if config.target_hidden_size != info.hidden_size:
         raise UserError(

@@ -126,7 +126,7 @@ class Eagle3Session:
         self.num_rows += count
 
     def _run(self, hidden: Tensor, embeds: Tensor, start: int) -> Tensor:
-        """Run all layers over rows at positions ``start``..; return the residual stream (at least the last row)."""
+        """Run all layers over rows at ``start``..; return the residual stream (at least the last row)."""
         positions = torch.arange(start, start + hidden.shape[0], device=hidden.device)
         tables = self.model.rope.tables(positions, hidden.dtype)
         for layer in self.model.layers:
@@ -149,8 +149,8 @@ class Eagle3Session:
 
         def scores(query_positions: Tensor) -> Tensor:
             q = rotate(raw, self.model.rope.tables(query_positions, z.dtype))
-            products: Tensor = torch.einsum("qhd,khd->hqk", q, keys).float()
-            return products * config.head_dim**-0.5
+            products: Tensor = torch.einsum("qhd,khd->hqk", q, keys).float() * config.head_dim**-0.5
+            return products
 
         where = torch.arange(cache.length, device=z.device)
         visible = where <= positions[:, None]

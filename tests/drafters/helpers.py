@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 
 from specbench.drafters.eagle3 import Eagle3Config, Eagle3Model
 from specbench.types import ConditionInfo, RenderedPrompt, Sampling, Span, TargetInfo, TargetWeights, Trace
@@ -104,3 +105,52 @@ def make_model(target: TargetWeights, seed: int = 0, std: float = 0.4, **changes
                     torch.rand(parameter.shape, generator=g) + (0.5 if name.endswith("weight") else -0.5)
                 )
     return model
+
+
+SPANS = (
+    Span(kind="bos", start=0, end=1),
+    Span(kind="system", start=2, end=5),
+    Span(kind="user", start=5, end=7),
+)
+HALF = list(range(1, VOCAB, 2))
+
+SWITCHES = st.fixed_dictionaries(
+    {
+        "feedback": st.sampled_from(["pre", "post"]),
+        "norm_per_tap": st.booleans(),
+        "norm_joint": st.booleans(),
+        "norm_before_residual": st.booleans(),
+        "gate": st.booleans(),
+        "qk_norm": st.booleans(),
+        "qkv_bias": st.booleans(),
+        "o_bias": st.booleans(),
+        "mlp_bias": st.booleans(),
+        "fc_bias": st.booleans(),
+        "num_layers": st.sampled_from([1, 1, 2, 3]),
+        "own_embed": st.booleans(),
+        "logit_scale": st.sampled_from([1.0, 0.25]),
+        "attention": st.sampled_from(
+            ["full", "window", "bos", "first4", "system", "bos-repacked", "system-repacked"]
+        ),
+        "vocabulary": st.sampled_from(["own-all", "own-half", "target", "rows"]),
+    }
+)
+
+
+def build(target: Any, switches: dict[str, Any], seed: int) -> Any:
+    s = dict(switches)
+    attention, vocabulary = s.pop("attention"), s.pop("vocabulary")
+    if attention != "full":
+        s["windows"] = tuple(3 + i for i in range(s["num_layers"]))
+        name, _, packed = attention.partition("-")
+        if name != "window":
+            s["sink"] = name
+        if packed:
+            s["positions"] = packed
+    s |= {
+        "own-all": {"head": "own"},
+        "own-half": {"head": "own", "target_ids": HALF},
+        "target": {"head": "target"},
+        "rows": {"head": "target_rows", "target_ids": HALF},
+    }[vocabulary]
+    return make_model(target, seed, **s)

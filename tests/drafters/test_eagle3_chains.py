@@ -13,61 +13,10 @@ from hypothesis import strategies as st
 from specbench.drafters.chains import Packed, run_chains, sink_span
 from specbench.drafters.eagle3_drafter import Eagle3Drafter
 from specbench.errors import UserError
-from specbench.types import ScoreRequest, Span
+from specbench.types import ScoreRequest
 
 from .eagle3_reference import Naive
-from .helpers import VOCAB, make_model, make_target, make_trace
-
-SPANS = (
-    Span(kind="bos", start=0, end=1),
-    Span(kind="system", start=2, end=5),
-    Span(kind="user", start=5, end=7),
-)
-HALF = list(range(1, VOCAB, 2))
-ROPES: list[dict[str, Any]] = [
-    {"rope_type": "default", "rope_theta": 100.0},
-]
-
-SWITCHES = st.fixed_dictionaries(
-    {
-        "feedback": st.sampled_from(["pre", "post"]),
-        "norm_per_tap": st.booleans(),
-        "norm_joint": st.booleans(),
-        "norm_before_residual": st.booleans(),
-        "gate": st.booleans(),
-        "qk_norm": st.booleans(),
-        "qkv_bias": st.booleans(),
-        "o_bias": st.booleans(),
-        "mlp_bias": st.booleans(),
-        "fc_bias": st.booleans(),
-        "num_layers": st.sampled_from([1, 1, 2, 3]),
-        "own_embed": st.booleans(),
-        "logit_scale": st.sampled_from([1.0, 0.25]),
-        "attention": st.sampled_from(
-            ["full", "window", "bos", "first4", "system", "bos-repacked", "system-repacked"]
-        ),
-        "vocabulary": st.sampled_from(["own-all", "own-half", "target", "rows"]),
-    }
-)
-
-
-def build(target: Any, switches: dict[str, Any], seed: int) -> Any:
-    s = dict(switches)
-    attention, vocabulary = s.pop("attention"), s.pop("vocabulary")
-    if attention != "full":
-        s["windows"] = tuple(3 + i for i in range(s["num_layers"]))
-        name, _, packed = attention.partition("-")
-        if name != "window":
-            s["sink"] = name
-        if packed:
-            s["positions"] = packed
-    s |= {
-        "own-all": {"head": "own"},
-        "own-half": {"head": "own", "target_ids": HALF},
-        "target": {"head": "target"},
-        "rows": {"head": "target_rows", "target_ids": HALF},
-    }[vocabulary]
-    return make_model(target, seed, **s)
+from .helpers import HALF, SPANS, SWITCHES, VOCAB, build, make_model, make_target, make_trace
 
 
 def naive_for(model: Any, target: Any, trace: Any) -> Naive:
@@ -94,7 +43,7 @@ def run_all(model: Any, trace: Any, depth: int, **options: Any) -> dict[tuple[in
     return found
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(switches=SWITCHES, seed=st.integers(0, 1000))
 def test_chains_equal_the_naive_drafter(switches: dict[str, Any], seed: int) -> None:
     target, depth = make_target(), 3
@@ -116,7 +65,7 @@ def test_chains_equal_the_naive_drafter(switches: dict[str, Any], seed: int) -> 
         torch.testing.assert_close(found[key].double(), logits, rtol=2e-3, atol=2e-3)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(switches=SWITCHES, seed=st.integers(0, 1000))
 def test_session_equals_the_naive_drafter(switches: dict[str, Any], seed: int) -> None:
     """Free-running: the session drafts from its own tokens, over rounds that accept different amounts."""
@@ -138,7 +87,7 @@ def test_session_equals_the_naive_drafter(switches: dict[str, Any], seed: int) -
         assert proposal.tokens == [model.target_ids.tolist()[int(x.argmax())] for x in steps]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(switches=SWITCHES, seed=st.integers(0, 1000))
 def test_scores_equal_online_rounds(switches: dict[str, Any], seed: int) -> None:
     """Accepted counts at every round start are what an online session would have made there."""
