@@ -9,3 +9,9 @@ BUILTIN = {
     "draft-lm": "specbench.drafters.draft_lm:create",
     "eagle3": "specbench.drafters.eagle3_drafter:create",
 }
+
+DESCRIPTIONS = {
+    "ngram": "prompt lookup: copies what followed the same words earlier; needs no model (ngram@min=2,max=4)",
+    "draft-lm": "a small causal LM with the target's vocabulary: draft-lm=MODEL",
+    "eagle3": "the EAGLE-3 family (EAGLE-3, EAGLE-3.1, gated, windowed) from a checkpoint: eagle3=PATH",
+}

@@ -8,3 +8,8 @@ BUILTIN: Mapping[str, str] = {
     "replay": "specbench.runners.replay:replay_runner",
     "decode": "specbench.runners.decode:decode_runner",
 }
+
+DESCRIPTIONS: Mapping[str, str] = {
+    "replay": "scores drafters on the target's own traces, all positions at once; greedy, match, exact rejection",
+    "decode": "a real draft-verify loop, one answer at a time, with timings; greedy, match, rejection; lossless",
+}

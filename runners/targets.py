@@ -207,6 +207,23 @@ def _fits_one_gpu(path: Path, dtype: torch.dtype, device: str) -> bool:
     return size * dtype.itemsize / 2 * 1.5 < free
 
 
+def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> tuple[Any, int]:
+    """Return a target's tokenizer and its number of positions; cheap, no weights are read.
+
+    Raises:
+        UserError: the target is not found or has no usable tokenizer.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    path = resolve_target_path(name)
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise UserError(f"target {name!r} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
+    return tokenizer, int(config.get_text_config().max_position_embeddings)
+
+
 @dataclass(slots=True, eq=False)
 class Target:
     """A loaded target."""

@@ -1,0 +1,132 @@
+"""Everything a run depends on, in one record that can be written down and read back.
+
+Example: ``RunConfig(suite=("mini",), drafter="ngram", depth=(8,)).identity()`` names the run; two runs with the same
+identity give the same rounds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from specbench.errors import UserError, unknown_name
+
+ANSWER_PATHS = ("free", "forced", "both")
+SAMPLERS = ("greedy", "match", "rejection")
+# How fast or where a run happens, and what is kept of it, does not change what it measures.
+_NOT_IDENTITY = ("out", "device", "batch_size", "keep_traces")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """The options of ``specbench run``; every field has a default that works."""
+
+    suite: tuple[str, ...] = ("mini",)
+    perturb: tuple[str, ...] = ("templates",)
+    severity: int | None = None
+    target: str = "smollm2-135m"
+    drafter: str = "default"
+    """``default``: the bundled drafters of the demo target, and prompt lookup for any other."""
+    depth: tuple[int, ...] = (8,)
+    limit: int | None = None
+    seed: int = 0
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    sampler: str = "auto"
+    """auto: greedy at temperature 0, match above."""
+    runner: str = "replay"
+    answer_path: str = "free"
+    full_chains: bool = False
+    device: str = "auto"
+    dtype: str = "auto"
+    batch_size: int = 48
+    data_dir: str | None = None
+    lengths: tuple[int, ...] = (512, 2048)
+    longctx_text: str | None = None
+    template: str | None = None
+    """A Jinja file used instead of the tokenizer's own template."""
+    traces: str | None = None
+    """A trace pack to score on instead of running a target."""
+    keep_traces: bool = False
+    trust_remote_code: bool = False
+    out: str = "runs/latest"
+
+    def __post_init__(self) -> None:
+        """Check ranges.
+
+        Raises:
+            UserError: one of them is off.
+        """
+        if not self.depth or min(self.depth) < 1:
+            raise UserError("--depth must be 1 or more: it is the number of draft tokens proposed in a round")
+        if self.limit is not None and self.limit < 1:
+            raise UserError("--limit must be 1 or more prompts")
+        if self.max_new_tokens < 2:
+            raise UserError(
+                "--max-new-tokens must be 2 or more: the first token comes from the prefill, without a round"
+            )
+        if self.batch_size < 1:
+            raise UserError("--batch-size must be 1 or more")
+        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0:
+            raise UserError("sampling needs --temperature >= 0, 0 < --top-p <= 1 and --top-k >= 0")
+        if self.answer_path not in ANSWER_PATHS:
+            raise unknown_name("answer path", self.answer_path, ANSWER_PATHS)
+        if self.sampler != "auto" and self.sampler not in SAMPLERS:
+            raise unknown_name("sampler", self.sampler, ("auto", *SAMPLERS))
+        if self.sampler == "greedy" and self.temperature > 0:
+            raise UserError("--sampler greedy needs --temperature 0; use match or rejection")
+        if self.sampler in ("match", "rejection") and self.temperature == 0:
+            raise UserError(
+                f"--sampler {self.sampler} needs --temperature above 0; greedy is what temperature 0 means"
+            )
+
+    @property
+    def resolved_sampler(self) -> str:
+        """The sampler after ``auto`` is settled."""
+        if self.sampler != "auto":
+            return self.sampler
+        return "greedy" if self.temperature == 0 else "match"
+
+    def identity(self) -> str:
+        """16 hex digits that name what is measured: equal for two runs that must give the same rounds."""
+        settled = {k: v for k, v in asdict(self).items() if k not in _NOT_IDENTITY}
+        return hashlib.sha256(json.dumps(settled, sort_keys=True).encode()).hexdigest()[:16]
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> RunConfig:
+        """Read back what :meth:`to_json` wrote.
+
+        Raises:
+            UserError: an option this version does not know.
+        """
+        known = {f.name for f in fields(cls)}
+        for name in values:
+            if name not in known:
+                raise unknown_name("option", name, known)
+        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+
+    @classmethod
+    def from_file(cls, path: Path) -> RunConfig:
+        """Read the configuration of a run's ``run.json`` (or a bare configuration).
+
+        Raises:
+            UserError: no such file, or no configuration in it.
+        """
+        try:
+            content = json.loads(path.read_text())
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror}") from error
+        except json.JSONDecodeError as error:
+            raise UserError(f"{path}, line {error.lineno}: not JSON ({error.msg})") from error
+        if not isinstance(content, dict):
+            raise UserError(f"{path} holds no run configuration")
+        return cls.from_json(content.get("config", content))
