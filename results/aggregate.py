@@ -15,15 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from specbench.errors import UserError
+from specbench.results.intervals import CLEAN, OVERALL, interval_columns
 from specbench.results.schema import ANSWERS, ROUNDS
+from specbench.results.statistics import DRAWS
 from specbench.results.store import RunStore
-
-CLEAN = "template/regular"
-"""The condition that retention is measured against."""
-
-OVERALL = "all"
-"""What ``suite`` (and ``category``) say in rows that pool every suite."""
 
 GROUP = (
     "run_id",
@@ -107,7 +105,12 @@ def register(connection: Any, sources: Source | Iterable[Source]) -> None:
 
 
 def acceptance_table(
-    sources: Source | Iterable[Source], by: Sequence[str] = GROUP, *, connection: Any = None
+    sources: Source | Iterable[Source] = (),
+    by: Sequence[str] = GROUP,
+    *,
+    connection: Any = None,
+    draws: int = 0,
+    seed: int = 0,
 ) -> Any:
     """Return one row a group with every rate of :data:`specbench.results.schema.ACCEPTANCE_DOCS`.
 
@@ -119,6 +122,8 @@ def acceptance_table(
         sources: run directories or open stores.
         by: columns of ``rounds`` that name a group.
         connection: a connection that has :func:`register`'s views; otherwise one is opened over ``sources``.
+        draws: resamples behind the interval columns; 0 leaves these columns out.
+        seed: of the resamples.
 
     Returns:
         pyarrow.Table, sorted by its keys, overall rows last; ``m_i``, ``c_i``, ``p_i`` (and ``f_i`` where
@@ -139,11 +144,18 @@ def acceptance_table(
     connection.execute(f"CREATE OR REPLACE TEMP TABLE retained AS {_retention_sql(query)}")
     connection.execute(f"CREATE OR REPLACE TEMP TABLE answered AS {_answers_sql(query)}")
     connection.execute(f"CREATE OR REPLACE TEMP TABLE forced AS {_forced_sql(query)}")
-    return connection.sql(_final_sql(query, _forced_depth(connection))).to_arrow_table()
+    table = connection.sql(_final_sql(query, _forced_depth(connection))).to_arrow_table()
+    if not draws:
+        return table
+    for name, values in interval_columns(connection, by, table.select(by).to_pylist(), draws, seed).items():
+        table = table.append_column(name, pa.array(values, pa.float64()))
+    return table
 
 
-def write_acceptance(run: str | Path | RunStore, by: Sequence[str] = GROUP) -> Path:
-    """Aggregate one run and write ``acceptance.parquet`` into its directory.
+def write_acceptance(
+    run: str | Path | RunStore, by: Sequence[str] = GROUP, *, draws: int = DRAWS, seed: int = 0
+) -> Path:
+    """Aggregate one run, with intervals, and write ``acceptance.parquet`` into its directory.
 
     Raises:
         UserError: the run holds no rounds, or the file cannot be written.
@@ -151,7 +163,7 @@ def write_acceptance(run: str | Path | RunStore, by: Sequence[str] = GROUP) -> P
     import pyarrow.parquet as pq
 
     store = run if isinstance(run, RunStore) else RunStore(run, readonly=True)
-    table = acceptance_table(store, by)
+    table = acceptance_table(store, by, draws=draws, seed=seed)
     path = store.path / "acceptance.parquet"
     partial = store.path / ".acceptance.partial"
     try:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from specbench.errors import unknown_name
-from specbench.results.aggregate import OVERALL
+from specbench.results.intervals import OVERALL
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -1,0 +1,120 @@
+"""Interval columns for the acceptance table: accepted per round, retention and the conditional rates.
+
+Example:
+    interval_columns(connection, by, keys_of_rows)["accepted_low"]   # one value a row
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from specbench.results.statistics import DRAWS, Estimates, Floats, Plan, detectable, estimate
+from specbench.results.sums import (
+    Group,
+    accepted_per_round,
+    by_keys,
+    conditional_rates,
+    paired,
+    prompt_groups,
+    strata_of,
+)
+
+CLEAN = "template/regular"
+"""The condition that retention is measured against."""
+
+OVERALL = "all"
+"""What ``suite`` (and ``category``) say in rows that pool every suite."""
+
+INTERVAL_DOCS: Mapping[str, str] = {
+    "accepted_low": "lower end of the 95 % interval of accepted_per_round (bootstrap over prompts)",
+    "accepted_high": "upper end",
+    "retention_low": "lower end of the 95 % interval of retention: bootstrap over the paired prompts",
+    "retention_high": "upper end",
+    "retention_detectable": "smallest change of retention that these prompts show with probability 0.8",
+    "c_i_low": "lower end of the 95 % interval of c_i",
+    "c_i_high": "upper end",
+}
+
+
+def interval_columns(
+    connection: Any, by: Sequence[str], rows: Sequence[Mapping[str, Any]], draws: int = DRAWS, seed: int = 0
+) -> dict[str, list[float | None]]:
+    """Return the columns of :data:`INTERVAL_DOCS` for the rows of an acceptance table.
+
+    Args:
+        connection: DuckDB connection with the temporary table ``cells``.
+        by: the table's keys.
+        rows: its keys, row by row.
+        draws: resamples.
+        seed: of the resampling; the same seed gives the same numbers.
+    """
+    groups = by_keys(prompt_groups(connection, by), by)
+    if "suite" in by:
+        pooled = [c for c in by if c not in ("suite", "category")]
+        for group in prompt_groups(connection, pooled):
+            keys = {**group.keys, "suite": OVERALL, "category": OVERALL}
+            groups[tuple(keys[c] for c in by)] = group
+    depth = max(g.sums.shape[1] for g in groups.values()) - 1
+    columns: dict[str, list[float | None]] = {
+        name: [None] * len(rows)
+        for name in (
+            *(n for n in INTERVAL_DOCS if not n.startswith("c_")),
+            *(f"c_{i}_{end}" for i in range(1, depth + 1) for end in ("low", "high")),
+        )
+    }
+    # Rows over the same prompts follow each other, so that their resamples are drawn once.
+    order = sorted(range(len(rows)), key=lambda r: groups[tuple(rows[r][c] for c in by)].strata)
+    for index in order:
+        group = groups[tuple(rows[index][c] for c in by)]
+        clean = _clean_of(rows[index], by, groups)
+        for name, value in _row_intervals(group, clean, draws, seed).items():
+            columns[name][index] = value
+    return columns
+
+
+def _clean_of(
+    row: Mapping[str, Any], by: Sequence[str], groups: Mapping[tuple[Any, ...], Group]
+) -> Group | None:
+    """Return the group a row's retention is relative to, if there is one and it is another."""
+    if row.get("condition", CLEAN) == CLEAN:
+        return None
+    wanted = {**row, "condition": CLEAN, "family": "template", "severity": 0}
+    same = groups.get(tuple(wanted[c] for c in by))
+    return same or groups.get(tuple({**wanted, "answer_path": "free"}[c] for c in by))
+
+
+def _row_intervals(group: Group, clean: Group | None, draws: int, seed: int) -> dict[str, float | None]:
+    def rates(sums: Floats) -> Floats:
+        return np.concatenate([accepted_per_round(sums), conditional_rates(sums)], axis=-1)
+
+    found = estimate(group.sums, rates, Plan(strata=group.strata, draws=draws, seed=seed))
+    values = {"accepted_low": _known(found.low[0]), "accepted_high": _known(found.high[0])}
+    for i in range(1, group.sums.shape[1]):
+        values[f"c_{i}_low"], values[f"c_{i}_high"] = _known(found.low[i]), _known(found.high[i])
+    if clean is not None:
+        kept = retention(group, clean, draws, seed)
+        if kept is not None:
+            values["retention_low"], values["retention_high"] = _known(kept.low[0]), _known(kept.high[0])
+            values["retention_detectable"] = _known(detectable(float(kept.error[0]), kept.num_prompts))
+    return values
+
+
+def retention(group: Group, clean: Group, draws: int, seed: int) -> Estimates | None:
+    """Estimate accepted per round relative to the clean condition; None where no prompt has both."""
+    own, base, suites = paired(group, clean)
+    if len(own) == 0:
+        return None
+    width = own.shape[1]
+
+    def ratio(sums: Floats) -> Floats:
+        return accepted_per_round(sums[..., :width]) / accepted_per_round(sums[..., width:])
+
+    plan = Plan(strata=strata_of(suites), draws=draws, seed=seed)
+    return estimate(np.concatenate([own, base], axis=1), ratio, plan, null=1.0)
+
+
+def _known(value: float) -> float | None:
+    return None if np.isnan(value) else float(value)
