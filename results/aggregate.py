@@ -18,6 +18,7 @@ from typing import Any
 import pyarrow as pa
 
 from specbench.errors import UserError
+from specbench.results.checks import ANSWER_RULES, ROUND_RULES, rule_problems
 from specbench.results.intervals import CLEAN, OVERALL, interval_columns
 from specbench.results.schema import ANSWERS, ROUNDS
 from specbench.results.statistics import DRAWS
@@ -79,7 +80,7 @@ def register(connection: Any, sources: Source | Iterable[Source]) -> None:
     """Make the views ``rounds``, ``answers`` and ``items`` over the whole flushes of one or several runs.
 
     Raises:
-        UserError: a source is not a run directory, is corrupt, or holds no rounds at all.
+        UserError: a source is not a run directory, is corrupt, holds impossible values or no rounds at all.
     """
     stores = [s if isinstance(s, RunStore) else RunStore(s, readonly=True) for s in _several(sources)]
     for name, columns in (("rounds", ROUNDS), ("answers", ANSWERS)):
@@ -102,6 +103,10 @@ def register(connection: Any, sources: Source | Iterable[Source]) -> None:
         )
     items = [str(f) for store in stores for f in store.files("items")]
     connection.execute(f"CREATE OR REPLACE VIEW items AS SELECT * FROM read_parquet({_literal(items)})")
+    for view, rules in (("rounds", ROUND_RULES), ("answers", ANSWER_RULES)):
+        for problem in rule_problems(connection, view, rules):
+            where = ", ".join(str(s.path) for s in stores)
+            raise UserError(f"the {view} of {where} are impossible: {problem}; the run must be made again")
 
 
 def acceptance_table(

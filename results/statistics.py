@@ -136,20 +136,19 @@ def _summarise(
     finite = draws[np.isfinite(draws)]
     if not np.isfinite(value) or len(finite) < (1 - _MISSING_SHARE) * len(draws):
         return (np.nan,) * 4
-    ordered = np.sort(finite)
     # Sums in another order differ in their last bits; such draws must count as equal.
     slack = 1e-12 * max(abs(value), 1.0)
-    if ordered[-1] - ordered[0] <= slack:
+    if finite.max() - finite.min() <= slack:
         return (value, value, 0.0, 1.0 if abs(value - null) <= slack else 0.0)
     tail = _tail(plan, prompts)
-    low, high = np.quantile(ordered, [tail, 1 - tail])
+    low, high = np.quantile(finite, [tail, 1 - tail])
     error = float(finite.std(ddof=1))
-    below = np.searchsorted(ordered, null - slack, "left") + np.searchsorted(ordered, null + slack, "right")
-    share = float(below) / (2 * len(ordered))
-    if min(share, 1 - share) * len(ordered) < 1:
+    below = np.count_nonzero(finite < null - slack) + np.count_nonzero(finite <= null + slack)
+    share = below / (2 * len(finite))
+    if min(share, 1 - share) * len(finite) < 1:
         # No resample reached the null: Student's tail takes over where counting ends.
         far = 2 * _student_cumulative(-abs(value - null) / error, prompts - 1)
-        return float(low), float(high), error, min(2 / (len(ordered) + 1), far)
+        return float(low), float(high), error, min(2 / (len(finite) + 1), far)
     return float(low), float(high), error, _p_value(share, prompts, plan)
 
 
@@ -202,6 +201,7 @@ def _cumulative(z: float) -> float:
     return float(_special().ndtr(z))
 
 
+@functools.lru_cache(maxsize=1024)
 def _student_quantile(p: float, freedom: int) -> float:
     return float(_special().stdtrit(freedom, p))
 
