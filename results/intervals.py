@@ -19,7 +19,6 @@ from specbench.results.sums import (
     conditional_rates,
     paired,
     prompt_groups,
-    strata_of,
 )
 
 CLEAN = "template/regular"
@@ -104,16 +103,15 @@ def _row_intervals(group: Group, clean: Group | None, draws: int, seed: int) -> 
 
 def retention(group: Group, clean: Group, draws: int, seed: int) -> Estimates | None:
     """Estimate accepted per round relative to the clean condition; None where no prompt has both."""
-    own, base, suites = paired(group, clean)
-    if len(own) == 0:
+    pairs = paired(group, clean)
+    if len(pairs.left) == 0:
         return None
-    width = own.shape[1]
 
     def ratio(sums: Floats) -> Floats:
-        return accepted_per_round(sums[..., :width]) / accepted_per_round(sums[..., width:])
+        own, base = pairs.split(sums)
+        return accepted_per_round(own) / accepted_per_round(base)
 
-    plan = Plan(strata=strata_of(suites), draws=draws, seed=seed)
-    return estimate(np.concatenate([own, base], axis=1), ratio, plan, null=1.0)
+    return estimate(pairs.joined, ratio, Plan(strata=pairs.strata, draws=draws, seed=seed), null=1.0)
 
 
 def _known(value: float) -> float | None:

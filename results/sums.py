@@ -31,6 +31,8 @@ class Group:
     """[P] number of each prompt's suite."""
     sums: Floats
     """[P, k+1] weighted rounds with at least i accepted tokens, i = 0..k."""
+    names: Sequence[tuple[str, str]] = ()
+    """(suite, prompt id) of each prompt; only where asked for."""
 
     @property
     def strata(self) -> tuple[int, ...]:
@@ -54,13 +56,14 @@ def conditional_rates(sums: Floats) -> Floats:
     return sums[..., 1:] / sums[..., :-1]
 
 
-def prompt_groups(connection: Any, by: Sequence[str]) -> list[Group]:
+def prompt_groups(connection: Any, by: Sequence[str], *, named: bool = False) -> list[Group]:
     """Read the groups from the temporary table ``cells``.
 
     Args:
         connection: DuckDB connection on which :func:`specbench.results.aggregate.make_cells` ran with at
             least these columns.
         by: the columns that name a group; suites are pooled where ``suite`` is not among them.
+        named: fill ``names``.
     """
     depth = int(connection.execute("SELECT max(k) FROM cells").fetchall()[0][0])
     steps = ", ".join(
@@ -83,9 +86,10 @@ def prompt_groups(connection: Any, by: Sequence[str]) -> list[Group]:
     }
     sums = np.stack([table.column(f"w_{i}").to_numpy() for i in range(depth + 1)], axis=1).astype(np.float64)
     borders = np.flatnonzero(np.diff(numbers["group_number"], prepend=-1))
-    named = table.select(list(by)).take(borders).to_pylist() if by else [{}]
+    keyed = table.select(list(by)).take(borders).to_pylist() if by else [{}]
+    suites, prompts = (table.column(c).to_pylist() for c in ("suite", "prompt_id")) if named else ([], [])
     groups = []
-    for row, start, end in zip(named, borders, [*borders[1:], len(sums)], strict=True):
+    for row, start, end in zip(keyed, borders, [*borders[1:], len(sums)], strict=True):
         own = int(numbers["depth"][start:end].max())
         groups.append(
             Group(
@@ -93,17 +97,54 @@ def prompt_groups(connection: Any, by: Sequence[str]) -> list[Group]:
                 prompts=numbers["prompt_number"][start:end].astype(np.int64),
                 suites=numbers["suite_number"][start:end].astype(np.int64),
                 sums=sums[start:end, : own + 1],
+                names=tuple(zip(suites[start:end], prompts[start:end], strict=True)),
             )
         )
     return groups
 
 
-def paired(left: Group, right: Group) -> tuple[Floats, Floats, Integers]:
-    """Return the sums of both groups over the prompts they share, and the suites of these prompts."""
-    _, in_left, in_right = np.intersect1d(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pairs:
+    """Two groups over the prompts they share."""
+
+    left: Floats
+    """[P, k+1]"""
+    right: Floats
+    """[P, k'+1]"""
+    suites: Integers
+    """[P]"""
+
+    @property
+    def strata(self) -> tuple[int, ...]:
+        """Number of shared prompts of each suite, in row order."""
+        return strata_of(self.suites)
+
+    @property
+    def joined(self) -> Floats:
+        """[P, k+1 + k'+1]: one row a prompt, so that both sides are resampled together."""
+        return np.concatenate([self.left, self.right], axis=1)
+
+    def split(self, sums: Floats) -> tuple[Floats, Floats]:
+        """Take ``joined`` (or its resampled sums) apart again."""
+        width = self.left.shape[1]
+        return sums[..., :width], sums[..., width:]
+
+
+def paired(left: Group, right: Group, leave_out: Integers | None = None) -> Pairs:
+    """Align two groups on the prompts they share.
+
+    Args:
+        left: one side.
+        right: the other.
+        leave_out: prompt numbers not to use although both have them.
+    """
+    shared, in_left, in_right = np.intersect1d(
         left.prompts, right.prompts, assume_unique=True, return_indices=True
     )
-    return left.sums[in_left], right.sums[in_right], left.suites[in_left]
+    if leave_out is not None:
+        keep = ~np.isin(shared, leave_out)
+        in_left, in_right = in_left[keep], in_right[keep]
+    return Pairs(left=left.sums[in_left], right=right.sums[in_right], suites=left.suites[in_left])
 
 
 def by_keys(groups: Iterable[Group], names: Sequence[str]) -> dict[tuple[Any, ...], Group]:

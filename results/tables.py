@@ -13,10 +13,7 @@ Example (80 columns):
 
 from __future__ import annotations
 
-import csv
 import html
-import io
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from specbench.errors import unknown_name
 from specbench.results.intervals import OVERALL
+from specbench.results.text import Sheet, csv_text, json_text, plain, wrap
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -81,7 +79,7 @@ def sections(table: Any) -> list[_Section]:
             k for k in keys if k not in varying and k not in ("suite", "run_id", "temperature", "answer_path")
         ]
         name = {OVERALL: "all suites", None: "acceptance"}.get(suite, str(suite))
-        title = " · ".join([name, *(f"{k} {_plain(own[0][k])}" for k in fixed if own[0][k] != OVERALL)])
+        title = " · ".join([name, *(f"{k} {plain(own[0][k])}" for k in fixed if own[0][k] != OVERALL)])
         order = sorted(varying, key=lambda k: _KEYS.index(k) if k in _KEYS else -1)
         depth = max((i for r in own for i in _steps(table) if r[f"c_{i}"] is not None), default=0)
         result.append(_Section(title=title, keys=tuple(order), rows=tuple(own), depth=depth))
@@ -111,7 +109,7 @@ def _block(section: _Section, layout: _Layout) -> Text:
     groups = [k for k in section.keys if k != "condition"]
     heading = None
     for row in section.rows:
-        wanted = " · ".join(_plain(row[k]) if k == "drafter" else f"{k} {_plain(row[k])}" for k in groups)
+        wanted = " · ".join(plain(row[k]) if k == "drafter" else f"{k} {plain(row[k])}" for k in groups)
         if wanted != heading:
             heading = wanted
             block.append(heading + "\n", style="bold cyan")
@@ -122,7 +120,7 @@ def _block(section: _Section, layout: _Layout) -> Text:
 
 def _line(label: str, cells: Sequence[str], layout: _Layout) -> str:
     """Return one row; a label too long for its column goes on in further lines."""
-    first, *rest = _wrap(" " + label, layout.label)
+    first, *rest = wrap(" " + label, layout.label)
     gap = " " if layout.narrow else "  "
     numbers = [cell.rjust(width) for cell, (_, _, width) in zip(cells, layout.measures, strict=True)]
     return "\n".join([gap.join([first.ljust(layout.label), *numbers]), *rest])
@@ -153,18 +151,6 @@ def _fit(section: _Section, width: int) -> _Layout:
     missing = section.depth - shown
     note = f"({missing} more c_i in a wider terminal or with --format csv)" if missing else ""
     return _Layout(label=max(min(room, wanted), 12), measures=short, narrow=True, note=note)
-
-
-def _wrap(text: str, width: int) -> list[str]:
-    """Break a name into lines, after a separator where there is one."""
-    lines = []
-    indent = text[: len(text) - len(text.lstrip())]
-    while len(text) > width:
-        cuts = (i + 1 for i in range(len(indent) + 1, width) if text[i] in "/+_-=· ")
-        cut = max(cuts, default=width)
-        lines.append(text[:cut])
-        text = indent + " " + text[cut:]
-    return [*lines, text]
 
 
 def render(table: Any, form: str) -> str:
@@ -203,10 +189,6 @@ def _measures(depth: int) -> list[tuple[str, str]]:
     ]
 
 
-def _values(row: dict[str, Any], depth: int, narrow: bool) -> list[str]:
-    return [_number(row[name], name, narrow) for name, _ in _measures(depth)]
-
-
 def _number(value: float | None, name: str, narrow: bool = False) -> str:
     """Format one measure; a dash stands for what does not exist."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
@@ -219,60 +201,30 @@ def _number(value: float | None, name: str, narrow: bool = False) -> str:
     return f"{value:.3f}" if thousandths else f"{value:.2f}"
 
 
-def _plain(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+def _sheet(section: _Section) -> Sheet:
+    measures = [name for name, _ in _measures(section.depth)]
+    return Sheet(
+        title=section.title,
+        headers=(*section.keys, *measures),
+        rows=tuple(
+            (*(plain(row[k]) for k in section.keys), *(_number(row[m], m) for m in measures))
+            for row in section.rows
+        ),
+        num_labels=len(section.keys),
+    )
 
 
 def _markdown(table: Any) -> str:
-    lines = []
-    for section in sections(table):
-        headers = [*section.keys, *(name for name, _ in _measures(section.depth))]
-        aligned = ["---"] * len(section.keys) + ["---:"] * (len(headers) - len(section.keys))
-        lines += [
-            f"### {_escape_markdown(section.title)}",
-            "",
-            _markdown_row(headers),
-            _markdown_row(aligned),
-        ]
-        for row in section.rows:
-            labels = [_escape_markdown(_plain(row[k])) for k in section.keys]
-            lines.append(_markdown_row([*labels, *_values(row, section.depth, False)]))
-        lines.append("")
-    return "\n".join([*lines, LEGEND, ""])
-
-
-def _markdown_row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def _escape_markdown(text: str) -> str:
-    return "".join("\\" + c if c in "\\|`*_<>[]" else c for c in text).replace("\n", " ")
+    return "\n".join([*(_sheet(s).markdown() for s in sections(table)), LEGEND, ""])
 
 
 def _csv(table: Any) -> str:
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(table.column_names)
-    for row in table.to_pylist():
-        writer.writerow(["" if v is None else v for v in row.values()])
-    return out.getvalue()
+    return csv_text(table.column_names, [list(row.values()) for row in table.to_pylist()])
 
 
 def _json(table: Any) -> str:
-    return json.dumps({"legend": LEGEND, "rows": table.to_pylist()}, indent=1, allow_nan=False) + "\n"
+    return json_text({"legend": LEGEND, "rows": table.to_pylist()})
 
 
 def _html(table: Any) -> str:
-    parts = []
-    for section in sections(table):
-        headers = [*section.keys, *(name for name, _ in _measures(section.depth))]
-        head = "".join(f'<th scope="col">{html.escape(h)}</th>' for h in headers)
-        parts.append(
-            f"<table>\n<caption>{html.escape(section.title)}</caption>\n<thead><tr>{head}</tr></thead>\n<tbody>"
-        )
-        for row in section.rows:
-            labels = "".join(f'<th scope="row">{html.escape(_plain(row[k]))}</th>' for k in section.keys)
-            values = "".join(f"<td>{v}</td>" for v in _values(row, section.depth, False))
-            parts.append(f"<tr>{labels}{values}</tr>")
-        parts.append("</tbody>\n</table>")
-    return "\n".join([*parts, f"<p>{html.escape(LEGEND)}</p>", ""])
+    return "".join([*(_sheet(s).html() for s in sections(table)), f"<p>{html.escape(LEGEND)}</p>\n"])

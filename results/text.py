@@ -1,0 +1,106 @@
+"""Small tables as text: Markdown, CSV, HTML, or columns on a terminal. Every cell is escaped here.
+
+Example:
+    sheet = Sheet(title="mtbench", headers=("drafter", "acc"), rows=(("ngram", "1.52"),), num_labels=1)
+    print(sheet.markdown())
+"""
+
+from __future__ import annotations
+
+import csv
+import html
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+SEPARATORS = "/+_-=· "
+"""Where a long name may be broken, after the character."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sheet:
+    """One table of strings."""
+
+    title: str
+    headers: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    num_labels: int
+    """The first columns name the row (left, header cells); the others are values (right)."""
+    text_last: bool = False
+    """The last column is a sentence, not a number."""
+
+    def markdown(self) -> str:
+        """Return a GitHub-flavoured Markdown table under a heading."""
+        right = [self.num_labels <= i < len(self.headers) - self.text_last for i in range(len(self.headers))]
+        lines = [
+            f"### {escape_markdown(self.title)}",
+            "",
+            _markdown_row([escape_markdown(h) for h in self.headers]),
+            _markdown_row(["---:" if r else "---" for r in right]),
+            *(_markdown_row([escape_markdown(cell) for cell in row]) for row in self.rows),
+            "",
+        ]
+        return "\n".join(lines)
+
+    def html(self) -> str:
+        """Return an HTML table element."""
+        head = "".join(f'<th scope="col">{html.escape(h)}</th>' for h in self.headers)
+        body = []
+        for row in self.rows:
+            labels = "".join(f'<th scope="row">{html.escape(c)}</th>' for c in row[: self.num_labels])
+            values = "".join(f"<td>{html.escape(c)}</td>" for c in row[self.num_labels :])
+            body.append(f"<tr>{labels}{values}</tr>")
+        parts = [
+            f"<table>\n<caption>{html.escape(self.title)}</caption>",
+            f"<thead><tr>{head}</tr></thead>\n<tbody>",
+            *body,
+            "</tbody>\n</table>\n",
+        ]
+        return "\n".join(parts)
+
+
+def escape_markdown(text: str) -> str:
+    """Return text that Markdown shows as it is, in one line."""
+    return "".join("\\" + c if c in "\\|`*_<>[]" else c for c in text).replace("\n", " ")
+
+
+def _markdown_row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def csv_text(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Return CSV with a header line; None is an empty field."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(names)
+    writer.writerows([["" if v is None else v for v in row] for row in rows])
+    return out.getvalue()
+
+
+def json_text(value: Any) -> str:
+    """Return indented JSON; NaN is refused, since no other language reads it."""
+    return json.dumps(value, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def wrap(text: str, width: int) -> list[str]:
+    """Break a name into lines of at most ``width``, after a separator where there is one."""
+    lines = []
+    indent = text[: len(text) - len(text.lstrip())]
+    while len(text) > width:
+        cuts = (i + 1 for i in range(len(indent) + 1, width) if text[i] in SEPARATORS)
+        cut = max(cuts, default=width)
+        lines.append(text[:cut])
+        text = indent + " " + text[cut:]
+    return [*lines, text]
+
+
+def plain(value: Any) -> str:
+    """Return a key's value as people write it."""
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def percent(share: float, digits: int = 1) -> str:
+    """Return 0.05 as ``5 %`` and 0.0523 as ``5.2 %``."""
+    return f"{100 * share:.{digits}f}".removesuffix("." + "0" * digits) + " %"
