@@ -151,9 +151,16 @@ class RunDirectory:
             )
 
     def write_record(
-        self, target: TargetInfo, drafters: Iterable[DrafterInfo], plan: Plan, command: Sequence[str]
+        self,
+        target: TargetInfo,
+        drafters: Iterable[DrafterInfo],
+        plan: Plan,
+        command: Sequence[str],
+        source: Mapping[str, Any] | None = None,
     ) -> None:
         """Write ``run.json``, before any work starts; a resumed run keeps the first one.
+
+        ``source`` says where the answers come from if not from a target (a trace pack and its checksum).
 
         Raises:
             UserError: the directory cannot be written, or target, drafters or prompts changed since the first start.
@@ -171,6 +178,7 @@ class RunDirectory:
             "drafters": [_plain(asdict(d)) for d in drafters],
             "prompts_hash": plan.prompts_hash,
             "conditions": [_plain(asdict(c.info)) for c in plan.conditions],
+            **(source or {}),
         }
         if file.exists():
             _check_same(json.loads(file.read_text()), record, file)
@@ -196,6 +204,8 @@ def _check_same(before: Mapping[str, Any], now: Mapping[str, Any], file: Path) -
     changed += [f"drafter {d['name']}" for d in now["drafters"] if old.get(d["name"]) != d["fingerprint"]]
     if before["prompts_hash"] != now["prompts_hash"]:
         changed.append("the prompts")
+    if before.get("trace_pack", {}).get("checksum") != now.get("trace_pack", {}).get("checksum"):
+        changed.append("the trace pack")
     if changed:
         raise UserError(f"{' and '.join(changed)} changed since {file} was written; give another --out")
 
@@ -209,12 +219,27 @@ class Pipeline:
         plan: Plan,
         *,
         target: TargetInfo,
-        chat: ChatTokenizer,
+        chat: ChatTokenizer | None,
         runner: Runner,
         drafters: Mapping[str, Drafter],
         store: RunStore,
         observer: Observer,
+        kept: Callable[[AnswerKey], bool] | None = None,
     ) -> None:
+        """Look up what is done.
+
+        Args:
+            config: the options.
+            plan: what is to be done.
+            target: facts for the rows.
+            chat: the tokenizer; None where every prompt is rendered already.
+            runner: who does it.
+            drafters: by name; may be empty.
+            store: where rows go.
+            observer: hears of progress.
+            kept: whether an answer's trace is kept already, where traces are kept; an answer whose trace is not is
+                traced again.
+        """
         self.config = config
         self.plan = plan
         self.target = target
@@ -223,6 +248,7 @@ class Pipeline:
         self.drafters = dict(drafters)
         self.store = store
         self.observer = observer
+        self.kept = kept
         self.report = RunReport(out=store.path, run_id=config.identity())
         self._finished = store.finished_keys()
         self._answers: dict[AnswerKey, _Stored] = {
@@ -271,6 +297,7 @@ class Pipeline:
         if any(answer is None for answer in earlier):
             return  # the earlier turn failed and was reported
         texts = [self._text(answer) for answer in earlier if answer is not None]
+        assert self.chat is not None
         try:
             rendered = render_turn(condition, prompt, turn, texts, self.chat, self.config.seed)
         except UserError as error:
@@ -281,7 +308,7 @@ class Pipeline:
         key = AnswerKey(prompt.id, turn, condition.info.id, path)
         missing = tuple(name for name in self.drafters if self._item(key, name) not in self._finished)
         stored = self._answers.get(key)
-        if stored is not None and not missing:
+        if stored is not None and not missing and (self.kept is None or self.kept(key)):
             return
         if stored is None and path == "forced":
             stored = self._answers.get(AnswerKey(prompt.id, turn, CLEAN, "free"))
@@ -296,6 +323,7 @@ class Pipeline:
         )
 
     def _text(self, answer: _Stored) -> str:
+        assert self.chat is not None
         return str(self.chat.tokenizer.decode(list(answer.ids), skip_special_tokens=True))
 
     def _item(self, key: AnswerKey, drafter: str) -> ItemKey:
@@ -317,7 +345,8 @@ class Pipeline:
         for outcome in outcomes:
             rows.add(outcome)
             self._remember(outcome)
-        self.store.write(rounds=rows.rounds, answers=rows.answers, items=rows.items)
+        if rows.answers or rows.items:
+            self.store.write(rounds=rows.rounds, answers=rows.answers, items=rows.items)
         self.observer.finished(outcomes)
 
     def _remember(self, outcome: Outcome) -> None:
@@ -466,7 +495,6 @@ def run(
     *,
     dry_run: bool = False,
     command: Sequence[str] | None = None,
-    prepare: Callable[[Runner, Target], None] | None = None,
 ) -> RunReport | None:
     """Carry out a run; return its report, or None after a dry run.
 
@@ -475,18 +503,23 @@ def run(
         observer: hears of progress.
         dry_run: stop after the plan.
         command: recorded in ``run.json``; default: this process's.
-        prepare: called with the runner before work starts (to keep traces).
 
     Raises:
         UserError: bad input, before any model runs.
     """
+    from specbench.runners import packed
     from specbench.runners.targets import load_tokenizer
 
+    command = command or [Path(sys.argv[0]).name, *sys.argv[1:]]
+    if config.traces is not None:
+        return packed.run_on_pack(config, observer, dry_run=dry_run, command=command)
     specs = drafter_specs(config)
     factory = registry.load("runners", config.runner)
     tokenizer, limit = load_tokenizer(config.target, trust_remote_code=config.trust_remote_code)
     chat = load_chat(tokenizer, config)
     plan = make_plan(config, chat, limit)
+    if config.keep_traces:
+        plan = packed.with_kept_traces(plan, config, chat)
     observer.planned(plan, config)
     if dry_run:
         return None
@@ -500,12 +533,11 @@ def run(
         )
         weights = target.weights()
         drafters = {spec.text: load_drafter(spec, weights) for spec in specs}
-        _warn_positions(plan, drafters.values(), config, observer)
+        warn_positions(plan, drafters.values(), config, observer)
         runner: Runner = factory(target, run_settings(config))
-        if prepare is not None:
-            prepare(runner, target)
         infos = [drafter.info for drafter in drafters.values()]
-        directory.write_record(target.info, infos, plan, command or [Path(sys.argv[0]).name, *sys.argv[1:]])
+        directory.write_record(target.info, infos, plan, command)
+        kept = packed.keep_traces(runner, target, config, plan, drafters.values(), command)
         pipeline = Pipeline(
             config,
             plan,
@@ -515,14 +547,16 @@ def run(
             drafters=drafters,
             store=directory.store,
             observer=observer,
+            kept=None if kept is None else kept.has,
         )
         observer.started(target.info, infos, plan.answers, pipeline.resumed)
-        return pipeline.execute()
+        with packed.kept_open(kept, plan):
+            return pipeline.execute()
     finally:
         directory.store.close()
 
 
-def _warn_positions(plan: Plan, drafters: Iterable[Drafter], config: RunConfig, observer: Observer) -> None:
+def warn_positions(plan: Plan, drafters: Iterable[Drafter], config: RunConfig, observer: Observer) -> None:
     """Say which drafters will be asked beyond the positions they were made for."""
     longest = max(plan.first_turns, key=lambda r: len(r.token_ids))
     reach = len(longest.token_ids) + (longest.max_new_tokens or config.max_new_tokens)

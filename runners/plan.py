@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from specbench.benchmarks.resolve import load_suite
@@ -42,6 +42,8 @@ class Plan:
     prompt_tokens: int
     """Of the first turns."""
     max_answer_tokens: int
+    details: Mapping[str, str] = field(default_factory=dict)
+    """Lines of the printed plan that replace the usual ones of that label, or follow them; "" drops a line."""
 
     @property
     def prompts_hash(self) -> str:

@@ -10,7 +10,7 @@ and s = 5 is the last token: two rounds, 1 + (2+1) + (1+1) = 6 tokens.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -175,25 +175,39 @@ class ReplayRunner:
             batch_size=self.settings.batch_size,
             on_tokens=on_tokens,
         )
-        group: list[tuple[Work, Trace]] = []
         failed: list[Outcome] = []
-        begun = time.perf_counter()
-        for item, trace in _trace_all(answerer, work, failed, on_tokens):
-            group.append((item, trace))
-            if self.on_trace is not None:
-                self.on_trace(trace)
-            if len(group) >= _SCORE_TRACES or sum(len(t.ids) for _, t in group) >= _SCORE_ROWS:
-                yield from self._score(group, drafters, time.perf_counter() - begun)
-                group, begun = [], time.perf_counter()
-        yield from self._score(group, drafters, time.perf_counter() - begun)
+        traced = _trace_all(answerer, work, failed, on_tokens)
+        yield from score_in_groups(self._seen(traced), drafters, self.settings)
         yield from failed
 
-    def _score(
-        self, group: Sequence[tuple[Work, Trace]], drafters: Mapping[str, Drafter], seconds: float
-    ) -> Iterator[Outcome]:
-        outcomes = [_outcome(item, trace, seconds / len(group)) for item, trace in group]
-        score_traces([trace for _item, trace in group], outcomes, drafters, self.settings)
-        yield from outcomes
+    def _seen(self, traced: Iterable[tuple[Work, Trace]]) -> Iterator[tuple[Work, Trace]]:
+        for item, trace in traced:
+            if self.on_trace is not None:
+                self.on_trace(trace)
+            yield item, trace
+
+
+def score_in_groups(
+    traced: Iterable[tuple[Work, Trace]], drafters: Mapping[str, Drafter], settings: RunSettings
+) -> Iterator[Outcome]:
+    """Score traces as they come, some at a time, and yield their outcomes."""
+    group: list[tuple[Work, Trace]] = []
+    begun = time.perf_counter()
+    for pair in traced:
+        group.append(pair)
+        if len(group) >= _SCORE_TRACES or sum(len(t.ids) for _, t in group) >= _SCORE_ROWS:
+            yield from _score_group(group, drafters, settings, time.perf_counter() - begun)
+            group, begun = [], time.perf_counter()
+    if group:
+        yield from _score_group(group, drafters, settings, time.perf_counter() - begun)
+
+
+def _score_group(
+    group: Sequence[tuple[Work, Trace]], drafters: Mapping[str, Drafter], settings: RunSettings, seconds: float
+) -> Iterator[Outcome]:
+    outcomes = [_outcome(item, trace, seconds / len(group)) for item, trace in group]
+    score_traces([trace for _item, trace in group], outcomes, drafters, settings)
+    yield from outcomes
 
 
 def _outcome(work: Work, trace: Trace, seconds: float) -> Outcome:

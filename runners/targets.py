@@ -177,7 +177,12 @@ def resolve_target_path(name: str) -> Path:
         ) from error
 
 
-def _pick_device(device: str) -> str:
+def pick_device(device: str) -> str:
+    """Return the device that ``--device`` means here.
+
+    Raises:
+        UserError: it asks for CUDA and there is none.
+    """
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if device.startswith("cuda") and not torch.cuda.is_available():
@@ -192,7 +197,12 @@ DTYPES: Mapping[str, torch.dtype] = {
 }
 
 
-def _pick_dtype(dtype: str, device: str) -> torch.dtype:
+def pick_dtype(dtype: str, device: str) -> torch.dtype:
+    """Return the number format that ``--dtype`` means on ``device``.
+
+    Raises:
+        UserError: an unknown name.
+    """
     if dtype == "auto":
         return torch.float32 if device == "cpu" else torch.bfloat16
     if dtype not in DTYPES:
@@ -251,8 +261,8 @@ class Target:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         path = resolve_target_path(name)
-        place = _pick_device(device)
-        kind = _pick_dtype(dtype, place)
+        place = pick_device(device)
+        kind = pick_dtype(dtype, place)
         spread = (
             place.startswith("cuda")
             and torch.cuda.device_count() > 1

@@ -19,6 +19,27 @@ SAMPLERS = ("greedy", "match", "rejection")
 # How fast or where a run happens, and what is kept of it, does not change what it measures.
 _NOT_IDENTITY = ("out", "device", "batch_size", "keep_traces")
 
+TARGET_OPTIONS = (
+    "suite",
+    "perturb",
+    "severity",
+    "target",
+    "limit",
+    "seed",
+    "max_new_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "answer_path",
+    "dtype",
+    "data_dir",
+    "lengths",
+    "longctx_text",
+    "template",
+    "trust_remote_code",
+)
+"""What the target's answers depend on, whatever drafter is scored on them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
@@ -51,7 +72,7 @@ class RunConfig:
     template: str | None = None
     """A Jinja file used instead of the tokenizer's own template."""
     traces: str | None = None
-    """A trace pack to score on instead of running a target."""
+    """A trace pack to score on instead of running a target; empty ``suite`` and ``perturb`` then mean all it holds."""
     keep_traces: bool = False
     trust_remote_code: bool = False
     out: str = "runs/latest"
@@ -78,6 +99,20 @@ class RunConfig:
             raise unknown_name("answer path", self.answer_path, ANSWER_PATHS)
         if self.sampler != "auto" and self.sampler not in SAMPLERS:
             raise unknown_name("sampler", self.sampler, ("auto", *SAMPLERS))
+        if self.traces is not None and (self.keep_traces or self.runner != "replay"):
+            other = "--keep-traces" if self.keep_traces else f"--runner {self.runner}"
+            raise UserError(f"--traces scores the answers a pack holds, no target runs: leave out {other}")
+        if self.keep_traces and self.runner != "replay":
+            raise UserError(f"--keep-traces needs --runner replay; the runner {self.runner} makes no traces")
+        if self.traces is None:
+            self.check_sampler()
+
+    def check_sampler(self) -> None:
+        """Check that sampler and temperature go together; on a trace pack, once its temperature is known.
+
+        Raises:
+            UserError: they do not.
+        """
         if self.sampler == "greedy" and self.temperature > 0:
             raise UserError("--sampler greedy needs --temperature 0; use match or rejection")
         if self.sampler in ("match", "rejection") and self.temperature == 0:
@@ -112,7 +147,8 @@ class RunConfig:
         for name in values:
             if name not in known:
                 raise unknown_name("option", name, known)
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+        options: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        return cls(**options)
 
     @classmethod
     def from_file(cls, path: Path) -> RunConfig:

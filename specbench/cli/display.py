@@ -192,18 +192,16 @@ def plan_lines(plan: Plan, config: RunConfig) -> list[tuple[str, str]]:
     conditions = ", ".join(c.info.id for c in plan.conditions[:6])
     more = len(plan.conditions) - 6
     drafters = ", ".join(spec.text for spec in drafter_specs(config))
-    return [
-        ("suites", f"{', '.join(config.suite)}: {len(plan.prompts)} prompts"),
-        ("conditions", f"{len(plan.conditions)}: {conditions}{f' and {more} more' if more > 0 else ''}"),
-        ("target", f"{config.target}: {plan.answers} answers (one pass each, whatever the number of drafters)"),
-        ("drafters", drafters),
-        (
-            "tokens",
-            f"{plan.prompt_tokens:,} prompt tokens in first turns, at most {plan.max_answer_tokens:,} answer tokens",
-        ),
-        ("depth", f"{', '.join(map(str, config.depth))}, {config.resolved_sampler}, runner {config.runner}"),
-        ("out", config.out),
-    ]
+    lines = {
+        "suites": f"{', '.join(config.suite)}: {len(plan.prompts)} prompts",
+        "conditions": f"{len(plan.conditions)}: {conditions}{f' and {more} more' if more > 0 else ''}",
+        "target": f"{config.target}: {plan.answers} answers (one pass each, whatever the number of drafters)",
+        "drafters": drafters,
+        "tokens": f"{plan.prompt_tokens:,} prompt tokens in first turns, at most {plan.max_answer_tokens:,} answer tokens",
+        "depth": f"{', '.join(map(str, config.depth))}, {config.resolved_sampler}, runner {config.runner}",
+        "out": config.out,
+    }
+    return [(label, text) for label, text in (lines | dict(plan.details)).items() if text]
 
 
 def make_display() -> Display:
