@@ -51,17 +51,16 @@ def time_rendering(prompts: Sequence[Prompt], conditions: Sequence[Condition], c
     """Render every first turn under every condition and print what it took."""
     unchanged: Counter[str] = Counter()
     num_tokens = 0
-    start = time.perf_counter()
+    start, start_cpu = time.perf_counter(), time.process_time()
     for prompt in prompts:
         for condition in conditions:
             rendered = condition.render(prompt, 0, (), chat, 0)
             num_tokens += len(rendered.token_ids)
             unchanged[condition.info.id] += any(note.startswith(UNCHANGED) for note in rendered.notes)
-    seconds = time.perf_counter() - start
+    seconds, cpu = time.perf_counter() - start, time.process_time() - start_cpu
     total = len(prompts) * len(conditions)
-    print(
-        f"{len(prompts)} prompts x {len(conditions)} conditions: {seconds:.1f} s, {total / seconds:.0f} renderings/s"
-    )
+    print(f"{len(prompts)} prompts x {len(conditions)} conditions: {seconds:.1f} s, {cpu:.1f} s of CPU")
+    print(f"{total / seconds:.0f} renderings/s, {total / cpu:.0f} per second of CPU")
     print(f"{num_tokens} tokens, {num_tokens / seconds:.0f} tokens/s")
     for name, count in unchanged.most_common():
         if count:

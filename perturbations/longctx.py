@@ -54,8 +54,10 @@ def put_around(turn: Turn, padding: str, place: Place) -> Turn:
         return replace(turn, pieces=(*turn.pieces, Piece(text=f"\n\n{padding}", kind="context")))
     if place == "end":
         return replace(turn, pieces=(Piece(text=f"{padding}\n\n", kind="context"), *turn.pieces))
-    cut = padding.find(" ", len(padding) // 2) + 1
-    before, after = padding[:cut].rstrip(), padding[cut:]
+    # A paragraph's end moves less than the middle does while the length is being fitted.
+    middle = len(padding) // 2
+    cut = max(padding.rfind("\n\n", 0, middle), 0) or max(padding.rfind(" ", 0, middle), 0)
+    before, after = padding[:cut].rstrip(), padding[cut:].lstrip()
     pieces = (Piece(text=f"{before}\n\n", kind="context"), *turn.pieces)
     return replace(turn, pieces=(*pieces, Piece(text=f"\n\n{after}", kind="context")))
 

@@ -23,7 +23,7 @@ SENTENCES_PER_PARAGRAPH = 6
 # Short words and signs that lengthen a text by few tokens in any vocabulary, tried when a length is just
 # missed.
 _STOPGAPS = (" so", " a", ".", " and", "!", " the", "s", " I", "-", " to", "e")
-_MAX_TRIES = 400
+_MAX_TRIES = 100
 
 
 @cache
@@ -116,16 +116,20 @@ def _beginning(prose: Prose, measure: Callable[[str], int], length: int) -> tupl
 
 
 def _fill_up(text: str, measure: Callable[[str], int], length: int) -> str | None:
-    """Lengthen ``text`` by a few short words until it measures ``length``."""
+    """Lengthen ``text`` by a few short words until it measures ``length``; None where a bounded search fails."""
     tries = 0
-    now = measure(text)
-    while now < length and tries < _MAX_TRIES:
+
+    def search(text: str, now: int) -> str | None:
+        nonlocal tries
+        if now == length:
+            return text
         for word in _STOPGAPS:
             tries += 1
+            if tries > _MAX_TRIES:
+                return None
             longer = measure(text + word)
-            if now < longer <= length:
-                text, now = text + word, longer
-                break
-        else:
-            return None
-    return text if now == length else None
+            if now < longer <= length and (found := search(text + word, longer)) is not None:
+                return found
+        return None
+
+    return search(text, measure(text))

@@ -13,14 +13,13 @@ Example:
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import traceback
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -71,18 +70,28 @@ class _Chunk:
 
     __slots__ = ("ends", "ids", "starts")
 
-    def __init__(self, ids: Sequence[int], starts: Sequence[int], ends: Sequence[int]) -> None:
-        self.ids, self.starts, self.ends = array("i", ids), array("i", starts), array("i", ends)
+    def __init__(self, ids: Sequence[int], offsets: Sequence[tuple[int, int]]) -> None:
+        starts, ends = zip(*offsets, strict=True) if offsets else ((), ())
+        self.ids, self.starts, self.ends = (
+            array("i", ids),
+            array("i", starts),
+            array("i", accumulate(ends, max)),
+        )
+
+    def start(self, index: int, exact: Container[int]) -> int:
+        """First character of a token. Offsets may leave out the space it begins with; ``exact`` ids do not."""
+        start: int = self.starts[index]
+        return start if self.ids[index] in exact else min(start, self.ends[index - 1] if index else 0)
 
 
 class Encoded:
     """Token ids of a text, with the character boundaries needed for spans."""
 
-    def __init__(self, chunks: Sequence[tuple[int, _Chunk]]) -> None:
-        self._chunks = chunks
+    def __init__(self, chunks: Sequence[tuple[int, _Chunk]], exact: Container[int]) -> None:
+        self._chunks, self._exact = chunks, exact
         self._offsets = [offset for offset, _ in chunks]
         self._firsts = [0, *accumulate(len(chunk.ids) for _, chunk in chunks)]
-        self.ids: tuple[int, ...] = tuple(i for _, chunk in chunks for i in chunk.ids)
+        self.ids: tuple[int, ...] = tuple(chain.from_iterable(chunk.ids for _, chunk in chunks))
 
     def split(self, char: int) -> tuple[int, bool]:
         """Return how many tokens end at or before ``char``, and whether the next one starts before it."""
@@ -93,7 +102,7 @@ class Encoded:
         inside = bisect_right(chunk.ends, char - offset)
         if inside == len(chunk.ids):
             return self._firsts[at + 1], False
-        return self._firsts[at] + inside, offset + chunk.starts[inside] < char
+        return self._firsts[at] + inside, offset + chunk.start(inside, self._exact) < char
 
 
 class ChatTokenizer:
@@ -146,6 +155,7 @@ class ChatTokenizer:
         self._special_variables = dict(tokenizer.special_tokens_map)
         self._encoder = _Encoder(tokenizer.backend_tokenizer)
         self._layouts: dict[Any, Layout] = {}
+        self._labels: dict[Any, tuple[list[list[Segment]], tuple[int, ...]]] = {}
         self._markup: dict[Template, TurnMarkup] = {}
         self._memory: dict[Any, Any] = {}
         probe = tokenizer("a")["input_ids"]
@@ -248,13 +258,12 @@ class ChatTokenizer:
             draft.generation,
             draft.variables,
         )
-        layout = self.layout(draft.template, roles, draft.generation, draft.variables)
-        markup = self.markup(draft.template)
+        literals, order = self._labelled(draft.template, roles, draft.generation, draft.variables)
         for turns in _trimmings(draft.turns):
-            segments = _fill(layout, turns, markup, draft.generation)
-            if "".join(segment.text for segment in segments) == text:
+            segments = _fill(literals, order, turns)
+            if "".join([segment.text for segment in segments]) == text:
                 return segments
-        return _locate(draft, text, markup)
+        return _locate(draft, text, self.markup(draft.template))
 
     def layout(
         self,
@@ -278,6 +287,25 @@ class ChatTokenizer:
             literals.append(text[position:])
             self._layouts[key] = Layout(literals=tuple(literals), order=tuple(i for _, i in places))
         return self._layouts[key]
+
+    def _labelled(
+        self, template: Template, roles: tuple[str, ...], generation: bool, variables: Mapping[str, Any]
+    ) -> tuple[list[list[Segment]], tuple[int, ...]]:
+        """Return the segments before, between and after the contents, and the order of the contents (cached)."""
+        key = (template, roles, generation, repr(sorted(variables.items())) if variables else "")
+        if key not in self._labels:
+            layout, markup = self.layout(template, roles, generation, variables), self.markup(template)
+            neighbours = [None, *(roles[i] for i in layout.order), None]
+            self._labels[key] = (
+                [
+                    _label(literal, before, after, markup, generation)
+                    for literal, before, after in zip(
+                        layout.literals, neighbours, neighbours[1:], strict=False
+                    )
+                ],
+                layout.order,
+            )
+        return self._labels[key]
 
     def markup(self, template: Template) -> TurnMarkup:
         """Learn the markup around each role (cached); what cannot be told apart is left empty."""
@@ -370,7 +398,7 @@ class _Encoder:
         self._find = _alternation(marks)
         self._plain: Any = None
         self._split: re.Pattern[str] | None = None
-        self._fixed = {name: _Chunk((i,), (0,), (len(name),)) for name, i in fixed.items()}
+        self._fixed = {name: _Chunk((i,), ((0, len(name)),)) for name, i in fixed.items()}
         self._cache: dict[str, _Chunk] = {}
         self._cached_chars = 0
         if not any(token.lstrip or token.rstrip or token.single_word for token in added.values()):
@@ -385,9 +413,9 @@ class _Encoder:
     def encode(self, text: str, plain: bool = False) -> Encoded:
         """Tokenise ``text``; with ``plain``, special-token strings are ordinary text."""
         if plain:
-            return Encoded([(0, self._encode(text, self._plain_backend()))])
+            return Encoded([(0, self._encode(text, self._plain_backend()))], self._exact)
         if self._split is None:
-            return Encoded([(0, self._chunk(text))] if text else [])
+            return Encoded([(0, self._chunk(text))] if text else [], self._exact)
         chunks: list[tuple[int, _Chunk]] = []
         position = 0
         for match in self._split.finditer(text):
@@ -398,7 +426,7 @@ class _Encoder:
             position = end
         if position < len(text):
             chunks.append((position, self._chunk(text[position:])))
-        return Encoded(chunks)
+        return Encoded(chunks, self._exact)
 
     def _chunk(self, text: str) -> _Chunk:
         chunk = self._cache.get(text)
@@ -412,29 +440,24 @@ class _Encoder:
 
     def _encode(self, text: str, backend: Any = None) -> _Chunk:
         encoding = (backend or self._backend).encode(text, add_special_tokens=False)
-        starts, ends, previous = [], [], 0
-        for i, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
-            # Offsets may leave out the space that a token begins with; special tokens are exact.
-            starts.append(start if i in self._exact else min(start, previous))
-            previous = max(previous, end)
-            ends.append(previous)
-        return _Chunk(encoding.ids, starts, ends)
+        return _Chunk(encoding.ids, encoding.offsets)
 
     def _plain_backend(self) -> Any:
         """The same tokenizer with no added tokens, so that none is found in text."""
         if self._plain is None:
             from tokenizers import Tokenizer
 
-            state = json.loads(self._backend.to_str())
-            self._plain = Tokenizer.from_str(
-                json.dumps({**state, "added_tokens": [], "post_processor": None})
-            )
+            self._plain = Tokenizer(self._backend.model)
+            if self._backend.normalizer is not None:
+                self._plain.normalizer = self._backend.normalizer
+            if self._backend.pre_tokenizer is not None:
+                self._plain.pre_tokenizer = self._backend.pre_tokenizer
         return self._plain
 
     def _independent(self, mark: str) -> bool:
         for probe in _PROBES:
             text = probe + mark + probe + mark + mark + probe
-            if self._encode(text).ids != self.encode(text).ids:
+            if tuple(self._encode(text).ids) != self.encode(text).ids:
                 return False
         return True
 
@@ -489,8 +512,9 @@ def _raw(turns: Sequence[Turn]) -> tuple[Segment, ...]:
 
 def _trimmings(turns: tuple[Turn, ...]) -> list[tuple[Turn, ...]]:
     """The ways in which templates are known to write contents: verbatim, or stripped."""
-    stripped = tuple(trim(turn) for turn in turns)
-    return [turns] if stripped == turns else [turns, stripped]
+    if all((content := turn.content) == content.strip() for turn in turns):
+        return [turns]
+    return [turns, tuple(trim(turn) for turn in turns)]
 
 
 def trim(turn: Turn) -> Turn:
@@ -508,16 +532,13 @@ def trim(turn: Turn) -> Turn:
 
 
 def _fill(
-    layout: Layout, turns: tuple[Turn, ...], markup: TurnMarkup, generation: bool
+    literals: Sequence[Sequence[Segment]], order: Sequence[int], turns: Sequence[Turn]
 ) -> tuple[Segment, ...]:
-    segments: list[Segment] = []
-    for at, literal in enumerate(layout.literals):
-        before = turns[layout.order[at - 1]].role if at else None
-        after = turns[layout.order[at]].role if at < len(layout.order) else None
-        segments += _label(literal, before, after, markup, generation)
-        if at < len(layout.order):
-            segments += [Segment(text=p.text, kind=p.kind) for p in turns[layout.order[at]].pieces]
-    return tuple(segment for segment in segments if segment.text)
+    segments: list[Segment] = [*literals[0]]
+    for index, literal in zip(order, literals[1:], strict=True):
+        segments += [Segment(text=piece.text, kind=piece.kind) for piece in turns[index].pieces if piece.text]
+        segments += literal
+    return tuple(segments)
 
 
 def _label(
@@ -547,7 +568,7 @@ def _label(
     else:
         segments.append(Segment(text=rest, kind="markup", part="open" if before is None else "between"))
     segments.append(Segment(text=head, kind=kind, part=part))  # type: ignore[arg-type]
-    return segments
+    return [segment for segment in segments if segment.text]
 
 
 def _locate(draft: Draft, text: str, markup: TurnMarkup) -> tuple[Segment, ...]:
@@ -568,7 +589,7 @@ def _locate(draft: Draft, text: str, markup: TurnMarkup) -> tuple[Segment, ...]:
         segments += [Segment(text=piece.text, kind=piece.kind) for piece in found.pieces]
         position, before = place + len(found.content), turn.role
     segments += _label(text[position:], before, None, markup, draft.generation)
-    return tuple(segment for segment in segments if segment.text)
+    return tuple(segments)
 
 
 def _variants(turn: Turn) -> list[Turn]:

@@ -194,8 +194,9 @@ def _clean(
 
 
 def _run(stages: tuple[Stage, ...], draft: Draft, setting: Setting) -> Draft:
+    prompt, turn, chat, seed = setting.prompt, setting.turn, setting.chat, setting.seed
     for i, stage in enumerate(stages):
-        draft = stage(draft, replace(setting, rest=stages[i + 1 :]))
+        draft = stage(draft, Setting(prompt=prompt, turn=turn, chat=chat, seed=seed, rest=stages[i + 1 :]))
     return system_fallback(draft, setting.chat)
 
 
