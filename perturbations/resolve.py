@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
 
 from specbench import registry
 from specbench.errors import SpecbenchWarning, UserError, unknown_name
@@ -43,11 +44,11 @@ def resolve_conditions(spec: Sequence[str], severity: int | None = None) -> list
     """Return the conditions a specification names, ``template/regular`` first, each once.
 
     Args:
-        spec: families ("templates", "system", "all"), single ids ("template/no_bos"), products
-        ("templates*system");
-            items may hold several of these, separated by commas.
+        spec: families ("templates", "system", "all"), single ids ("template/no_bos"), ids of composed
+            conditions ("template/llama3+system/persona"), products ("templates*system"); items may hold
+            several of these, separated by commas.
         severity: leave out conditions of families that are more severe than this; what is named by its id
-        stays.
+            stays.
 
     Raises:
         UserError: a name is unknown (with the nearest ones), or nothing in a product composes.
@@ -88,12 +89,20 @@ def _expand(item: str, known: dict[str, Condition], severity: int | None) -> lis
 def _named(name: str, known: dict[str, Condition], severity: int | None) -> list[Condition]:
     if name in known:
         return [known[name]]
+    if "+" in name:
+        return [reduce(combine, (_single(part.strip(), known) for part in name.split("+")))]
     family = ALIASES.get(name, name)
     members = [c for c in known.values() if name == "all" or c.info.family == family]
     if not members:
         families = {c.info.family for c in known.values()}
         raise unknown_name("perturbation", name, [*known, *families, *ALIASES, "all"])
     return [c for c in members if severity is None or c.info.severity <= severity]
+
+
+def _single(name: str, known: dict[str, Condition]) -> Condition:
+    if name not in known:
+        raise unknown_name("perturbation", name, known)
+    return known[name]
 
 
 def _cross(item: str, left: list[Condition], right: list[Condition]) -> list[Condition]:

@@ -27,43 +27,49 @@ _KEY_ROWS = ("qwertyuiop", "asdfghjkl", "zxcvbnm")
 _LOOKALIKES = str.maketrans("aceijopsxyABCEHIKMOPTXY", "асеіјорѕхуАВСЕНІКМОРТХУ")
 PHRASES = (
     ("Write a short", "Compose a brief"),
-    ("Write a", "Compose a"),
-    ("Write an", "Compose an"),
     ("Write", "Compose"),
     ("Explain", "Make clear"),
     ("Describe", "Give a description of"),
     ("List", "Enumerate"),
     ("Suggest", "Propose"),
+    ("Recommend", "Suggest"),
     ("Solve", "Work out"),
     ("Name", "Mention"),
     ("Rewrite", "Reword"),
-    ("Give me", "Provide"),
+    ("Shorten", "Cut down"),
+    ("Correct", "Put right"),
+    ("Give me", "Provide me with"),
     ("Give", "Provide"),
     ("Show", "Set out"),
     ("Find", "Determine"),
     ("Calculate", "Compute"),
-    ("What is the difference between", "In what way do these differ:"),
-    ("What is", "Tell me what is meant by"),
+    ("Change", "Alter"),
+    ("What is the difference between", "In what way is there a difference between"),
+    ("What is", "Could you say what is"),
+    ("What are", "Could you say what are"),
     ("How many", "What number of"),
     ("How much", "What amount of"),
     ("How can I", "In what way could I"),
+    ("How do", "In what way do"),
     ("Why does", "For what reason does"),
-    ("Why", "For what reason"),
+    ("Why is", "For what reason is"),
+    ("Please", "Kindly"),
     ("should", "ought to"),
     ("need to", "have to"),
     ("because", "since"),
-    ("however", "yet"),
-    ("but", "though"),
-    ("also", "as well"),
-    ("about", "on the subject of"),
-    ("begin", "start"),
-    ("buy", "purchase"),
-    ("help", "assist"),
-    ("each", "every"),
+    ("however", "nevertheless"),
+    ("for example", "for instance"),
+    ("each", "every single"),
     ("big", "large"),
-    ("Please", "Kindly"),
+    ("buying", "purchasing"),
 )
-"""Phrase -> another way to say it; the first that matches at a place wins, case of the first letter kept."""
+"""Phrase -> another way to say it, in this case only; the longest that matches at a place wins."""
+
+_FENCE = re.compile(r"(```([\w+#-]*)[^\n]*\n)(.*?)(```)", re.DOTALL)
+_CODE = re.compile(r"```.*?(?:```|\Z)|`[^`\n]*`", re.DOTALL)
+_PYTHON = ("", "python", "py", "python3")
+_HASH = ("bash", "sh", "shell", "ruby", "r", "perl", "yaml", "toml")
+_DASHES = ("sql", "lua", "haskell")
 
 
 def with_typos(text: str, source: random.Random, rate: float) -> str:
@@ -103,24 +109,20 @@ def with_lookalikes(text: str, source: random.Random, rate: float) -> str:
 
 
 def paraphrased(text: str, source: random.Random) -> str:
-    """Replace whole phrases by the table's other wording."""
-    table = {phrase.lower(): other for phrase, other in PHRASES}
-    pattern = "|".join(re.escape(phrase) for phrase in sorted(table, key=len, reverse=True))
-
-    def other(match: re.Match[str]) -> str:
-        found = table[match.group().lower()]
-        first = found[0].upper() if match.group()[0].isupper() else found[0].lower()
-        return first + found[1:]
-
-    return re.sub(rf"\b(?:{pattern})\b", other, text, flags=re.IGNORECASE)
+    """Replace whole phrases by the table's other wording; code is left alone."""
+    table = dict(PHRASES)
+    phrases = "|".join(re.escape(phrase) for phrase in sorted(table, key=len, reverse=True))
+    pattern = re.compile(rf"{_CODE.pattern}|\b(?:{phrases})\b", re.DOTALL)
+    return text if _is_python(text) else pattern.sub(lambda m: table.get(m.group(), m.group()), text)
 
 
 def without_comments(text: str, source: random.Random) -> str:
     """Remove comments from code: fenced blocks, or the whole text where it is Python."""
-    fences = re.compile(r"(```[\w+-]*\n)(.*?)(```)", re.DOTALL)
-    if fences.search(text):
-        return fences.sub(lambda m: m.group(1) + _strip_comments(m.group(2)) + m.group(3), text)
-    return _strip_comments(text) if _is_python(text) else text
+    if _FENCE.search(text):
+        return _FENCE.sub(
+            lambda m: m.group(1) + _strip_comments(m.group(3), m.group(2).lower()) + m.group(4), text
+        )
+    return _strip_comments(text, "python") if _is_python(text) else text
 
 
 def _is_python(text: str) -> bool:
@@ -136,24 +138,31 @@ def _is_python(text: str) -> bool:
     return False
 
 
-def _strip_comments(code: str) -> str:
+def _strip_comments(code: str, language: str) -> str:
+    """Remove the comments of ``code``: Python by its own tokenizer, other languages by their signs."""
+    if language in _PYTHON:
+        return _strip_python_comments(code)
+    sign = "#" if language in _HASH else "--" if language in _DASHES else "//"
+    if sign == "//":
+        code = re.sub(r"/\*.*?\*/", "", code, flags=re.DOTALL)
+    code = re.sub(rf"(?m)^[ \t]*{sign}[^\n]*\n", "", code)
+    return re.sub(rf"(?m)[ \t]+{sign}[^\n]*$", "", code)
+
+
+def _strip_python_comments(code: str) -> str:
     try:
-        tokens = list(tokenize.generate_tokens(io.StringIO(code).readline))
+        comments = [
+            t.start
+            for t in tokenize.generate_tokens(io.StringIO(code).readline)
+            if t.type == tokenize.COMMENT
+        ]
     except (tokenize.TokenError, SyntaxError):
-        tokens = []
-    if not tokens or any(
-        token.type == tokenize.ERRORTOKEN and not token.string.isspace() for token in tokens
-    ):
-        return re.sub(r"(?m)(?:^[ \t]*|[ \t]+)//[^\n]*|/\*.*?\*/", "", code, flags=re.DOTALL)
-    lines = code.splitlines(keepends=True)
-    for token in reversed(tokens):
-        if token.type == tokenize.COMMENT:
-            row, column = token.start[0] - 1, token.start[1]
-            line = lines[row]
-            kept = line[:column].rstrip()
-            ending = "\n" if line.endswith("\n") else ""
-            lines[row] = kept + ending if kept else ""
-    return "".join(lines)
+        return code
+    lines: list[str | None] = [*code.split("\n")]
+    for row, column in comments:
+        kept = str(lines[row - 1])[:column].rstrip()
+        lines[row - 1] = kept or None
+    return "\n".join(line for line in lines if line is not None)
 
 
 def _punctuation_removed(text: str, source: random.Random) -> str:
