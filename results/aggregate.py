@@ -10,6 +10,7 @@ Example:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ import pyarrow as pa
 from specbench.errors import UserError
 from specbench.results.checks import ANSWER_RULES, ROUND_RULES, rule_problems
 from specbench.results.intervals import CLEAN, OVERALL, interval_columns
-from specbench.results.schema import ANSWERS, ROUNDS
+from specbench.results.schema import ANSWERS, ROUNDS, TABLES
 from specbench.results.statistics import DRAWS
 from specbench.results.store import RunStore
 
@@ -79,34 +80,63 @@ def connect(memory: str = "2GB", threads: int | None = None) -> Any:
 def register(connection: Any, sources: Source | Iterable[Source]) -> None:
     """Make the views ``rounds``, ``answers`` and ``items`` over the whole flushes of one or several runs.
 
+    Of several runs, ``run_id`` is replaced by the run's label (see :func:`labels`): two runs of one
+    configuration have the same id and must not be pooled.
+
     Raises:
         UserError: a source is not a run directory, is corrupt, holds impossible values or no rounds at all.
     """
-    stores = [s if isinstance(s, RunStore) else RunStore(s, readonly=True) for s in _several(sources)]
-    for name, columns in (("rounds", ROUNDS), ("answers", ANSWERS)):
-        files = [str(f) for store in stores for f in store.files(name)]
-        if not files:
-            if name == "rounds":
-                where = ", ".join(str(s.path) for s in stores)
-                raise UserError(f"{where} holds no rounds yet; let the run finish at least one prompt")
-            raise UserError("the run holds rounds but no answers; its files were not written together")
-        selected = ", ".join(c.name for c in columns)
-        # An answer that failed and was got by a resumed run has two rows.
-        once = """
-            QUALIFY row_number() OVER (
-                PARTITION BY run_id, prompt_id, turn, condition, answer_path ORDER BY error IS NOT NULL
-            ) = 1
-        """
+    stores = open_runs(sources)
+    names = labels([s.path for s in stores])
+    for store in stores:
+        if not store.files("rounds"):
+            raise UserError(f"{store.path} holds no rounds yet; let the run finish at least one prompt")
+        if not store.files("answers"):
+            raise UserError(f"{store.path} holds rounds but no answers; its files were not written together")
+    # An answer that failed and was got by a resumed run has two rows.
+    once = """
+        QUALIFY row_number() OVER (
+            PARTITION BY run_id, prompt_id, turn, condition, answer_path ORDER BY error IS NOT NULL
+        ) = 1
+    """
+    for name, columns in TABLES.items():
+        selected = ", ".join(f'"{c.name}"' for c in columns if c.name != "run_id")
+        parts = []
+        for store, label in zip(stores, names, strict=True):
+            run = "run_id" if len(stores) == 1 else f"{_quoted(label)} AS run_id"
+            parts.append(f"SELECT {run}, {selected} FROM read_parquet({_files(store, name)})")
+        body = " UNION ALL ".join(parts)
         connection.execute(
-            f"CREATE OR REPLACE VIEW {name} AS SELECT {selected} FROM read_parquet({_literal(files)})"
-            + (once if name == "answers" else "")
+            f"CREATE OR REPLACE VIEW {name} AS SELECT * FROM ({body}) {once if name == 'answers' else ''}"
         )
-    items = [str(f) for store in stores for f in store.files("items")]
-    connection.execute(f"CREATE OR REPLACE VIEW items AS SELECT * FROM read_parquet({_literal(items)})")
     for view, rules in (("rounds", ROUND_RULES), ("answers", ANSWER_RULES)):
         for problem in rule_problems(connection, view, rules):
             where = ", ".join(str(s.path) for s in stores)
             raise UserError(f"the {view} of {where} are impossible: {problem}; the run must be made again")
+
+
+def open_runs(sources: Source | Iterable[Source]) -> list[RunStore]:
+    """Open run directories for reading; open stores stay as they are.
+
+    Raises:
+        UserError: one is not a run directory or is corrupt.
+    """
+    several = [sources] if isinstance(sources, (RunStore, str, Path)) else list(sources)
+    return [s if isinstance(s, RunStore) else RunStore(s, readonly=True) for s in several]
+
+
+def labels(paths: Sequence[Path]) -> list[str]:
+    """Return a short name for each run directory: its last part, or as many parts as tell them apart."""
+    parts = [p.absolute().parts for p in paths]
+    for length in range(1, max(len(p) for p in parts) + 1):
+        names = ["/".join(p[-length:]) for p in parts]
+        if len(set(names)) == len(set(parts)):
+            break
+    seen: Counter[str] = Counter()
+    for index, name in enumerate(names):
+        seen[name] += 1
+        names[index] = name if seen[name] == 1 else f"{name} ({seen[name]})"
+    return names
 
 
 def acceptance_table(
@@ -211,13 +241,14 @@ def _check_columns(by: Sequence[str]) -> None:
             raise UserError(f"rounds cannot be grouped by {name!r}; take one of {usable}")
 
 
-def _several(sources: Source | Iterable[Source]) -> list[Source]:
-    return [sources] if isinstance(sources, (RunStore, str, Path)) else list(sources)
+def _files(store: RunStore, name: str) -> str:
+    """Return the files of one table as a SQL list."""
+    return "[" + ", ".join(_quoted(str(f)) for f in store.files(name)) + "]"
 
 
-def _literal(files: Sequence[str]) -> str:
-    """Return a SQL list of string literals."""
-    return "[" + ", ".join("'" + f.replace("'", "''") + "'" for f in files) + "]"
+def _quoted(text: str) -> str:
+    """Return a SQL string literal."""
+    return "'" + text.replace("'", "''") + "'"
 
 
 def _level(query: _Query, overall: bool) -> str:

@@ -11,9 +11,12 @@ import csv
 import html
 import io
 import json
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from specbench.errors import unknown_name
 
 SEPARATORS = "/+_-=· "
 """Where a long name may be broken, after the character."""
@@ -59,6 +62,43 @@ class Sheet:
             "</tbody>\n</table>\n",
         ]
         return "\n".join(parts)
+
+    def text(self, width: int) -> str:
+        """Return aligned columns, or one short block a row where these do not fit."""
+        columns = list(zip(self.headers, *self.rows, strict=True))
+        used = [i for i, column in enumerate(columns) if any(cell not in ("", "–") for cell in column[1:])]
+        widths = {i: max(map(len, columns[i])) for i in used}
+        if sum(widths.values()) + 2 * len(used) > width:
+            return self._blocks(used, width)
+        right = [i for i in used if self.num_labels <= i < len(self.headers) - self.text_last]
+        lines = ["\n".join(textwrap.wrap(self.title, width))]
+        for row in (self.headers, *self.rows):
+            cells = [row[i].rjust(widths[i]) if i in right else row[i].ljust(widths[i]) for i in used]
+            lines.append("  ".join(cells).rstrip())
+        return "\n".join(lines) + "\n"
+
+    def _blocks(self, used: Sequence[int], width: int) -> str:
+        lines = ["\n".join(textwrap.wrap(self.title, width))]
+        for row in self.rows:
+            lines.append("  ".join(row[i] for i in used if i < self.num_labels))
+            values = [f"{self.headers[i]} {row[i]}" for i in used if i >= self.num_labels and row[i]]
+            lines += textwrap.wrap("; ".join(values), width, initial_indent="  ", subsequent_indent="  ")
+        return "\n".join(lines) + "\n"
+
+
+def render_sheets(sheets: Sequence[Sheet], legend: str, form: str, width: int) -> str:
+    """Return several tables and their legend as ``text``, ``md`` or ``html``.
+
+    Raises:
+        UserError: the form is unknown.
+    """
+    if form == "text":
+        return "\n".join([*(s.text(width) for s in sheets), *textwrap.wrap(legend, width), ""])
+    if form == "md":
+        return "\n".join([*(s.markdown() for s in sheets), escape_markdown(legend), ""])
+    if form == "html":
+        return "".join([*(s.html() for s in sheets), f"<p>{html.escape(legend)}</p>\n"])
+    raise unknown_name("format", form, ("text", "md", "html", "csv", "json"))
 
 
 def escape_markdown(text: str) -> str:
