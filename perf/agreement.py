@@ -11,7 +11,7 @@ import time
 import click
 import transformers
 
-from specbench.cli.run import _names, _numbers
+from specbench.cli.options import names, numbers
 from specbench.config import RunConfig
 from specbench.drafters.resolve import load_drafter
 from specbench.perturbations.rendering import ChatTokenizer
@@ -25,19 +25,21 @@ from specbench.runners.targets import Target
 
 
 @click.command()
-@click.option("--suite", callback=_names, default="mini")
+@click.option("--suite", callback=names, default="mini")
 @click.option("--target", default="smollm2-135m")
 @click.option("--drafter", default="default")
-@click.option("--perturb", callback=_names, default="template/regular")
-@click.option("--depth", callback=_numbers, default="8")
+@click.option("--perturb", callback=names, default="template/regular")
+@click.option("--depth", callback=numbers, default="8")
 @click.option("--limit", type=int, default=14)
 @click.option("--max-new-tokens", type=int, default=64)
 @click.option("--temperature", type=float, default=0.0)
+@click.option("--device", default="auto")
+@click.option("--dtype", default="auto")
 def main(**options: object) -> None:
     """Compare the two runners on first turns."""
     transformers.utils.logging.disable_progress_bar()
     config = RunConfig(**options)  # type: ignore[arg-type]
-    target = Target.load(config.target)
+    target = Target.load(config.target, device=config.device, dtype=config.dtype)
     plan = make_plan(config, ChatTokenizer(target.tokenizer), target.info.max_positions)
     weights = target.weights()
     drafters = {spec.text: load_drafter(spec, weights) for spec in drafter_specs(config)}
@@ -53,9 +55,12 @@ def main(**options: object) -> None:
         for k in settings.depths:
             agreement = Agreement()
             differences = [
-                agreement.add(outcome, found["decode"][key], name, k) for key, outcome in found["replay"].items()
+                agreement.add(outcome, found["decode"][key], name, k)
+                for key, outcome in found["replay"].items()
             ]
-            print(f"{name} k={k}: {agreement.equal} of {agreement.rounds} rounds equal, {agreement.answers} answers")
+            print(
+                f"{name} k={k}: {agreement.equal} of {agreement.rounds} rounds equal, {agreement.answers} answers"
+            )
             for difference in filter(None, differences):
                 bad += not difference.explained
                 print(f"  {difference.prompt_id} token {difference.position}: {difference.verdict}")

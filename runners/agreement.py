@@ -86,11 +86,18 @@ def first_difference(one: Outcome, other: Outcome, drafter: str, k: int) -> Diff
             what = "a tie of the target" if tie else "the answers differ"
             return found(i, f"{what}: tokens {a} and {b}, margin {margin:.2g}", tie)
     for a_round, b_round in zip_longest(one.rounds[drafter, k], other.rounds[drafter, k]):
-        if a_round is None or b_round is None or (a_round.start, a_round.num_accepted) != (
-            b_round.start,
-            b_round.num_accepted,
+        if (
+            a_round is None
+            or b_round is None
+            or (a_round.start, a_round.num_accepted)
+            != (
+                b_round.start,
+                b_round.num_accepted,
+            )
         ):
             start = (a_round or b_round).start
             counts = [None if r is None else r.num_accepted for r in (a_round, b_round)]
-            return found(start, f"accepted {counts[0]} against {counts[1]} draft tokens on the same answer", False)
+            return found(
+                start, f"accepted {counts[0]} against {counts[1]} draft tokens on the same answer", False
+            )
     return None

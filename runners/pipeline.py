@@ -275,9 +275,7 @@ class Pipeline:
 
     def _paths(self) -> tuple[AnswerPath, ...]:
         # clean answers come first: the forced path replays them
-        return {"free": ("free",), "forced": ("free", "forced"), "both": ("free", "forced")}[
-            self.config.answer_path
-        ]
+        return ("free",) if self.config.answer_path == "free" else ("free", "forced")
 
     def _work(self, turn: int, path: AnswerPath) -> Iterator[Work]:
         for condition in self.plan.conditions:

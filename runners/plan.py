@@ -112,7 +112,7 @@ def usable_conditions(
             skipped.append(f"{condition.info.id}: {reason}")
     if not any(condition.info.id == CLEAN for condition in usable):
         raise UserError(
-            f"nothing to compare with: {CLEAN} cannot be rendered ({'; '.join(skipped)}); give a template with --template"
+            f"nothing to compare with: {CLEAN} cannot be rendered ({'; '.join(skipped)}); give one with --template"
         )
     return usable, skipped
 

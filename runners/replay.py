@@ -203,7 +203,10 @@ def score_in_groups(
 
 
 def _score_group(
-    group: Sequence[tuple[Work, Trace]], drafters: Mapping[str, Drafter], settings: RunSettings, seconds: float
+    group: Sequence[tuple[Work, Trace]],
+    drafters: Mapping[str, Drafter],
+    settings: RunSettings,
+    seconds: float,
 ) -> Iterator[Outcome]:
     outcomes = [_outcome(item, trace, seconds / len(group)) for item, trace in group]
     score_traces([trace for _item, trace in group], outcomes, drafters, settings)

@@ -74,7 +74,8 @@ class TargetStates:
         first = len(example.prompt_ids) - 1
         for start in range(first, final.shape[0], _HEAD_ROWS):
             rows = slice(start, start + _HEAD_ROWS)
-            top[rows] = (final[rows] @ self._head.T).argmax(-1).cpu()
+            # max and not argmax: the same answer, several times faster on a CPU
+            top[rows] = (final[rows] @ self._head.T).max(-1).indices.cpu()
         return top
 
 
@@ -193,9 +194,9 @@ class TapCache:
                     out.write(part.tobytes())
         with (self.path / "index.jsonl").open("a") as index:
             for example in examples:
-                entry = {"key": example_key(example), "start": self._rows, "rows": example.num_rows}
-                index.write(json.dumps(entry) + "\n")
-                self._start[entry["key"]] = (self._rows, example.num_rows)
+                key = example_key(example)
+                index.write(json.dumps({"key": key, "start": self._rows, "rows": example.num_rows}) + "\n")
+                self._start[key] = (self._rows, example.num_rows)
                 self._rows += example.num_rows
 
     def read(self, example: Example) -> Features:

@@ -60,4 +60,6 @@ def load(kind: Kind, name: str) -> Any:
     try:
         return getattr(importlib.import_module(module), attribute)
     except ImportError as error:
-        raise UserError(f"the {kind[:-1]} {name!r} of package {package!r} cannot be imported: {error}") from error
+        raise UserError(
+            f"the {kind[:-1]} {name!r} of package {package!r} cannot be imported: {error}"
+        ) from error

@@ -93,7 +93,9 @@ class Suite(Protocol):
     """A set of prompts. ``registry.load("suites", name)`` returns one."""
 
     @property
-    def info(self) -> SuiteInfo: ...
+    def info(self) -> SuiteInfo:
+        """Name, source, licence."""
+        ...
 
     def load(self, request: SuiteRequest) -> list[Prompt]:
         """Return the prompts.
@@ -337,7 +339,9 @@ class Drafter(Protocol):
     """Proposes draft tokens; scored offline on traces, or followed online in a session."""
 
     @property
-    def info(self) -> DrafterInfo: ...
+    def info(self) -> DrafterInfo:
+        """What it is and what it needs of the target."""
+        ...
 
     def score(self, traces: Sequence[Trace], request: ScoreRequest) -> list[PositionScores]:
         """Score every round start of every trace; one result per trace, same order."""

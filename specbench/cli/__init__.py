@@ -17,10 +17,22 @@ from specbench.errors import SpecbenchWarning, UserError
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "run": ("specbench.cli.run:run", "Score drafters on prompts under conditions: the main job."),
     "list": ("specbench.cli.listing:listing", "List suites, perturbations, targets, drafters or runners."),
-    "show": ("specbench.cli.show:show", "Show a rendered prompt: spans in colour, BOS count, diff against clean."),
-    "report": ("specbench.cli.report:report", "Print a run's tables again, grouped and formatted as you like."),
-    "compare": ("specbench.cli.compare:compare", "Paired differences between drafters, conditions or runs, with intervals."),
-    "trace": ("specbench.cli.trace:trace", "Keep a target's answers and states, to score drafters elsewhere."),
+    "show": (
+        "specbench.cli.show:show",
+        "Show a rendered prompt: spans in colour, BOS count, diff against clean.",
+    ),
+    "report": (
+        "specbench.cli.report:report",
+        "Print a run's tables again, grouped and formatted as you like.",
+    ),
+    "compare": (
+        "specbench.cli.compare:compare",
+        "Paired differences between drafters, conditions or runs, with intervals.",
+    ),
+    "trace": (
+        "specbench.cli.trace:trace",
+        "Keep a target's answers and states, to score drafters elsewhere.",
+    ),
     "answers": ("specbench.cli.answers:answers", "Write the target's own answers to prompts: training data."),
     "train": ("specbench.cli.train:train", "Train a drafter, or all arms of a recipe."),
     "export": ("specbench.cli.export:export", "Write a drafter in another tool's checkpoint layout."),
@@ -77,7 +89,12 @@ def cli() -> None:
 
 
 def _show_warning(
-    message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: Any = None,
+    line: Any = None,
 ) -> None:
     """Warnings meant for users are one plain line; others keep their place of origin."""
     if issubclass(category, SpecbenchWarning):

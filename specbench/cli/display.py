@@ -16,7 +16,14 @@ from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from specbench.config import RunConfig
@@ -70,7 +77,9 @@ class Display(Observer):
         """Print one line."""
         self.console.print(f"note: {text}", style="yellow", markup=False)
 
-    def started(self, target: TargetInfo, drafters: Sequence[DrafterInfo], answers: int, finished: int) -> None:
+    def started(
+        self, target: TargetInfo, drafters: Sequence[DrafterInfo], answers: int, finished: int
+    ) -> None:
         """Print who takes part."""
         self.answers, self.done, self.begun = answers, finished, time.monotonic()
         for info in drafters:
@@ -118,7 +127,9 @@ class TerminalDisplay(Display):
         self.live: Live | None = None
         self.task: Any = None
 
-    def started(self, target: TargetInfo, drafters: Sequence[DrafterInfo], answers: int, finished: int) -> None:
+    def started(
+        self, target: TargetInfo, drafters: Sequence[DrafterInfo], answers: int, finished: int
+    ) -> None:
         """Start drawing."""
         super().started(target, drafters, answers, finished)
         self.task = self.progress.add_task("", total=answers, completed=finished, rate=0.0)

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specbench.cli.options import config_options, given_options, make_config, numbers, prompt_options, target_options
+from specbench.cli.options import (
+    config_options,
+    given_options,
+    make_config,
+    numbers,
+    prompt_options,
+    target_options,
+)
 from specbench.config import SAMPLERS, RunConfig
 
 if TYPE_CHECKING:
@@ -22,14 +29,51 @@ if TYPE_CHECKING:
 @click.command()
 @prompt_options
 @target_options
-@click.option("--drafter", default="default", help="Drafters, comma-separated: ngram, draft-lm=MODEL, eagle3=PATH, PATH, zoo:NAME; options behind @, as in PATH@window=1024,sink=bos. Default: the bundled ones.")
-@click.option("--depth", callback=numbers, default="8", show_default=True, help="Draft tokens per round (k); several, as in 1,2,4,8, cost one replay at the largest.")
-@click.option("--runner", default="replay", show_default=True, help="replay: score on the target's traces. decode: a real draft-verify loop with timings.")
-@click.option("--sampler", type=click.Choice(("auto", *SAMPLERS)), default="auto", show_default=True, help="How drafts are accepted: greedy; match: one-hot drafts against the target's sample; rejection: exact rejection sampling.")
-@click.option("--full-chains", is_flag=True, help="Run every chain to its full depth: forced-chain accuracy per step.")
-@click.option("--out", default="runs/latest", show_default=True, type=click.Path(file_okay=False), help="Run directory; the same command again goes on where it stopped.")
-@click.option("--traces", type=click.Path(file_okay=False), help="Score on this trace pack (`specbench trace`); no target is loaded. Everything it holds counts unless --suite, --perturb, --severity or --limit choose; what concerns the target is settled by the pack.")
-@click.option("--keep-traces", is_flag=True, help="Keep the traces as a pack in OUT/traces (large; the plan says how large): with the drafters' taps, or EAGLE-3's where they need none.")
+@click.option(
+    "--drafter",
+    default="default",
+    help="Drafters, comma-separated: ngram, draft-lm=MODEL, eagle3=PATH, PATH, zoo:NAME; options behind @, as in PATH@window=1024,sink=bos. Default: the bundled ones.",
+)
+@click.option(
+    "--depth",
+    callback=numbers,
+    default="8",
+    show_default=True,
+    help="Draft tokens per round (k); several, as in 1,2,4,8, cost one replay at the largest.",
+)
+@click.option(
+    "--runner",
+    default="replay",
+    show_default=True,
+    help="replay: score on the target's traces. decode: a real draft-verify loop with timings.",
+)
+@click.option(
+    "--sampler",
+    type=click.Choice(("auto", *SAMPLERS)),
+    default="auto",
+    show_default=True,
+    help="How drafts are accepted: greedy; match: one-hot drafts against the target's sample; rejection: exact rejection sampling.",
+)
+@click.option(
+    "--full-chains", is_flag=True, help="Run every chain to its full depth: forced-chain accuracy per step."
+)
+@click.option(
+    "--out",
+    default="runs/latest",
+    show_default=True,
+    type=click.Path(file_okay=False),
+    help="Run directory; the same command again goes on where it stopped.",
+)
+@click.option(
+    "--traces",
+    type=click.Path(file_okay=False),
+    help="Score on this trace pack (`specbench trace`); no target is loaded. Everything it holds counts unless --suite, --perturb, --severity or --limit choose; what concerns the target is settled by the pack.",
+)
+@click.option(
+    "--keep-traces",
+    is_flag=True,
+    help="Keep the traces as a pack in OUT/traces (large; the plan says how large): with the drafters' taps, or EAGLE-3's where they need none.",
+)
 @config_options
 @click.pass_context
 def run(ctx: click.Context, /, config_file: str | None, dry_run: bool, **options: Any) -> int:

