@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from specbench.drafters.training.evaluate import evaluate
 from specbench.drafters.training.history import LogRow, plot_log
 from specbench.drafters.training.processes import Processes
 from specbench.drafters.training.recipe import Arm, make_config
-from specbench.drafters.training.trainer import Trainer, TrainingData
+from specbench.drafters.training.trainer import PackOrder, Trainer, TrainingData
 from specbench.drafters.training.vocabulary import Vocabulary, choose_vocabulary
 from specbench.errors import UserError
 from specbench.runners.answer_file import read_answers
@@ -105,6 +105,15 @@ def _vocabulary(job: TrainingJob, examples: Sequence[Example], vocab_size: int) 
     return choose_vocabulary(answers, size=size, vocab_size=vocab_size)
 
 
+def _with_steps(arm: Arm, examples: Sequence[Example], world: int) -> Arm:
+    """Turn epochs into optimiser steps."""
+    if arm.epochs is None:
+        return arm
+    order = PackOrder([e.num_rows for e in examples], arm.setting.batch_rows, arm.setting.seed)
+    steps = max(1, round(arm.epochs * order.packs_per_epoch() / (arm.setting.accumulation * world)))
+    return replace(arm, epochs=None, setting=replace(arm.setting, steps=steps))
+
+
 def _source(
     job: TrainingJob,
     target: Target,
@@ -163,6 +172,7 @@ def run_job(
     results: dict[str, float | None] = {}
     for arm, config in zip(job.arms, configs, strict=True):
         out = job.out if job.flat else job.out / arm.name
+        arm = _with_steps(arm, training, processes.world)
         trainer = Trainer(config, vocabulary.target_ids, target.weights(), data, arm.setting, out, processes)
         if arm.branch is not None:
             trainer.branch(job.out / arm.branch)

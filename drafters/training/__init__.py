@@ -1,0 +1,1 @@
+"""Training drafters on a target's own answers: the chain computation of scoring, with a loss behind every step."""
