@@ -51,6 +51,8 @@ from specbench.types import (
 KEPT = "traces"
 """Where ``--keep-traces`` puts a run's pack, within its directory."""
 _FILTERS = ("suite", "perturb", "severity", "limit")
+_ENTRY_BYTES, _ID_BYTES = 2048, 10
+"""Of a trace in shard header and index: what it takes by itself, and per token."""
 _FOLLOW_MARKUP = 16
 """Template tokens around a later turn, for the size estimate."""
 
@@ -108,7 +110,7 @@ def check_taps(taps: Sequence[int], num_layers: int) -> tuple[int, ...]:
 def estimate_bytes(
     plan: Plan, config: RunConfig, chat: ChatTokenizer, shape: TargetShape, num_taps: int
 ) -> int:
-    """Return about how large a pack of this plan gets at most: every answer is taken to reach its limit."""
+    """Return the size of this plan's pack if every answer reaches its limit, in bytes."""
     follow = {
         prompt.id: [len(chat.tokenizer(text)["input_ids"]) + _FOLLOW_MARKUP for text in prompt.turns[1:]]
         for prompt in plan.prompts
@@ -120,8 +122,8 @@ def estimate_bytes(
         times = 2 if config.answer_path == "both" and first.condition.id != CLEAN else 1
         length = len(first.token_ids)
         for extra in (*follow[first.prompt_id], 0):
-            # three facts per answer token, and each token's id in shard header and index
-            total += times * ((length + limit) * (row_bytes + 8) + limit * 12)
+            # three facts per answer token; ids, spans and condition in header and index
+            total += times * ((length + limit) * (row_bytes + _ID_BYTES) + limit * 12 + _ENTRY_BYTES)
             length += limit + extra
     return total
 
@@ -321,7 +323,12 @@ def settle(config: RunConfig, pack: TracePack, given: Collection[str] = ()) -> R
                 f"{value}; leave the option out"
             )
     config = replace(config, **settled)
-    config.check_sampler()
+    try:
+        config.check_sampler()
+    except UserError as error:
+        raise UserError(
+            f"the trace pack {pack.path} was made at temperature {config.temperature}: {error}"
+        ) from error
     return config
 
 

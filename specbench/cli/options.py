@@ -81,37 +81,89 @@ def make_config(ctx: click.Context, config_file: str | None, options: dict[str, 
     return RunConfig.from_json(RunConfig.from_file(Path(config_file)).to_json() | given)
 
 
-# fmt: off
 prompt_options = together(
-    click.option("--suite", callback=names, default="mini", show_default=True, help="Prompt sets, comma-separated: names from `specbench list suites` or your own .jsonl files."),
-    click.option("--perturb", callback=names, default="templates", show_default=True, help="Conditions: families, family/name, or products like 'templates*system'. The clean one is always there."),
-    click.option("--severity", type=int, help="Leave out conditions of families above this severity (1 to 3)."),
+    click.option(
+        "--suite",
+        callback=names,
+        default="mini",
+        show_default=True,
+        help="Prompt sets, comma-separated: names from `specbench list suites` or your own .jsonl files.",
+    ),
+    click.option(
+        "--perturb",
+        callback=names,
+        default="templates",
+        show_default=True,
+        help="Conditions: families, family/name, or products like 'templates*system'. The clean "
+        "one is always there.",
+    ),
+    click.option(
+        "--severity", type=int, help="Leave out conditions of families above this severity (1 to 3)."
+    ),
     click.option("--limit", type=int, help="At most this many prompts per suite."),
-    click.option("--lengths", callback=numbers, default="512,2048", show_default=True, help="Prompt lengths for longctx in target tokens; 4k means 4096."),
-    click.option("--longctx-text", type=click.Path(dir_okay=False), help="Filler text for longctx instead of our own."),
-    click.option("--data-dir", type=click.Path(file_okay=False), help="Folder with published prompt files; else SPECBENCH_DATA, else the hub."),
+    click.option(
+        "--lengths",
+        callback=numbers,
+        default="512,2048",
+        show_default=True,
+        help="Prompt lengths for longctx in target tokens; 4k means 4096.",
+    ),
+    click.option(
+        "--longctx-text", type=click.Path(dir_okay=False), help="Filler text for longctx instead of our own."
+    ),
+    click.option(
+        "--data-dir",
+        type=click.Path(file_okay=False),
+        help="Folder with published prompt files; else SPECBENCH_DATA, else the hub.",
+    ),
     click.option("--seed", type=int, default=0, show_default=True),
 )
 """Which prompts, under which conditions."""
 
 target_options = together(
-    click.option("--target", default="smollm2-135m", show_default=True, help="The model whose output is reproduced: a directory, a hub name, or smollm2-135m."),
-    click.option("--template", type=click.Path(dir_okay=False), help="A Jinja chat template instead of the tokenizer's own."),
+    click.option(
+        "--target",
+        default="smollm2-135m",
+        show_default=True,
+        help="The model whose output is reproduced: a directory, a hub name, or smollm2-135m.",
+    ),
+    click.option(
+        "--template",
+        type=click.Path(dir_okay=False),
+        help="A Jinja chat template instead of the tokenizer's own.",
+    ),
     click.option("--max-new-tokens", type=int, default=128, show_default=True, help="Answer tokens at most."),
-    click.option("--answer-path", type=click.Choice(ANSWER_PATHS), default="free", show_default=True, help="free: each condition has its own answer. forced: the clean answer under the condition's prompt."),
-    click.option("--temperature", type=float, default=0.0, show_default=True, help="Of the target; 0 is greedy."),
+    click.option(
+        "--answer-path",
+        type=click.Choice(ANSWER_PATHS),
+        default="free",
+        show_default=True,
+        help="free: each condition has its own answer. forced: the clean answer under the "
+        "condition's prompt.",
+    ),
+    click.option(
+        "--temperature", type=float, default=0.0, show_default=True, help="Of the target; 0 is greedy."
+    ),
     click.option("--top-p", type=float, default=1.0, show_default=True),
     click.option("--top-k", type=int, default=0, show_default=True, help="0: off."),
     click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N."),
-    click.option("--dtype", default="auto", show_default=True, help="auto: float32 on a CPU, bfloat16 on a GPU."),
-    click.option("--batch-size", type=int, default=48, show_default=True, help="Answers at a time, memory permitting."),
+    click.option(
+        "--dtype", default="auto", show_default=True, help="auto: float32 on a CPU, bfloat16 on a GPU."
+    ),
+    click.option(
+        "--batch-size", type=int, default=48, show_default=True, help="Answers at a time, memory permitting."
+    ),
     click.option("--trust-remote-code", is_flag=True, help="Let the target's repository run its own code."),
 )
 """Who answers them, and how."""
 
 config_options = together(
-    click.option("--config", "config_file", type=click.Path(dir_okay=False), help="Take the options of this run.json or pack.json; those given here override it."),
+    click.option(
+        "--config",
+        "config_file",
+        type=click.Path(dir_okay=False),
+        help="Take the options of this run.json or pack.json; those given here override it.",
+    ),
     click.option("--dry-run", is_flag=True, help="Print the plan and stop."),
 )
 """Repeating, and looking before leaping."""
-# fmt: on
