@@ -426,13 +426,12 @@ class Eagle3Model(nn.Module):
 
     def fuse(self, taps: Sequence[Tensor]) -> Tensor:
         """Return the hidden input [n, H] of step 1 from the taps, each [n, H_target]."""
-        x = torch.cat(tuple(taps), dim=-1) if len(taps) > 1 else taps[0]
-        x = x.to(self.dtype)
+        parts = [tap.to(self.dtype) for tap in taps]
         if self.input_norm is not None:
-            x = self.input_norm(x)
+            parts = list(self.input_norm(torch.cat(parts, dim=-1)).chunk(len(parts), dim=-1))
         if self.fc_norm is not None:
-            chunks = x.chunk(len(self.fc_norm), dim=-1)
-            x = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
+            parts = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
+        x = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
         if self.fc is not None:
             x = self.fc(x)
         return x

@@ -95,16 +95,22 @@ def test_scores_equal_one_forward_at_a_time(cls: str) -> None:
 def test_session_equals_scores(changes: dict[str, Any]) -> None:
     """Rounds that accept different amounts, with and without a cache that can be cut."""
     model = make_lm(2, "Mistral" if changes else "Llama", **({"sliding_window": 6} if changes else {}))
-    trace = answered(model, (7, 16), 0, noise=4)
+    trace = answered(model, (7, 16), 0, noise=5)
     drafter = DraftLM(model, "lm", "f")
-    (scores,) = drafter.score([trace], ScoreRequest(depth=3))
+    (scores,) = drafter.score([trace], ScoreRequest(depth=6))
     session = drafter.session()
     s, known, seen = 0, 0, []
     while s < 15:
         session.observe(trace.ids[known : 8 + s], {})
         known = 8 + s
-        tokens = session.propose(3).tokens
-        truth = trace.answer_ids[s + 1 : s + 4]
+        tokens = session.propose(6).tokens
+        ids = list(trace.ids[: 8 + s])
+        for token in tokens:
+            with torch.no_grad():
+                logits = model(torch.tensor([ids]), use_cache=False).logits[0, -1]
+            assert token == int(logits.argmax())
+            ids.append(token)
+        truth = trace.answer_ids[s + 1 : s + 7]
         run = 0
         while run < len(truth) and tokens[run] == truth[run]:
             run += 1

@@ -387,3 +387,22 @@ def test_packed_layout() -> None:
     assert packed.positions.tolist() == [0, 1, 0]
     assert packed.last.tolist() == [1, 1, 2]
     assert packed.sink is not None and packed.sink.tolist() == [[0, 1], [2, 2]]
+
+
+def test_dropping_chains_changes_nothing_for_the_others() -> None:
+    model = make_model(make_target(), windows=(5,), sink="first4", num_layers=2)
+    trace = make_trace((5, 12), 0)
+    everything = run_all(model, trace, 6)
+    packed, rows = Eagle3Drafter(model, make_target().info, "toy").pack([trace])
+    found: dict[tuple[int, int], torch.Tensor] = {}
+
+    def on_step(step: int, active: torch.Tensor, post: torch.Tensor) -> torch.Tensor:
+        for i, logits in zip(active.tolist(), model.logits(post), strict=True):
+            found[i, step] = logits
+        return (active + step) % 4 != 0
+
+    with torch.no_grad():
+        run_chains(model, packed, rows, 6, on_step)
+    assert 25 < len(found) < len(everything)
+    for key, logits in found.items():
+        torch.testing.assert_close(logits, everything[key])
