@@ -58,6 +58,7 @@ class Eagle3Drafter:
             num_parameters=sum(p.numel() for p in model.parameters()),
             max_positions=model.config.max_positions,
             trained_depth=model.config.trained_depth,
+            reads_states=True,
             settings=model.config.settings(),
             notes=tuple(notes),
         )

@@ -26,6 +26,7 @@ from specbench.errors import UserError
 from specbench.perturbations.condition import Condition
 from specbench.perturbations.rendering import ChatTokenizer
 from specbench.results.store import AnswerKey, ItemKey, RunStore
+from specbench.runners.noise import check_noise, is_noisy, without_states
 from specbench.runners.plan import Plan, is_unchanged, make_plan, render_turn
 from specbench.runners.runner import Outcome, Runner, RunSettings, Work
 from specbench.runners.targets import DEMO_TARGET, Target
@@ -250,6 +251,7 @@ class Pipeline:
         self.observer = observer
         self.kept = kept
         self.report = RunReport(out=store.path, run_id=config.identity())
+        self._stateful = [name for name in drafters if name not in without_states(drafters)]
         self._finished = store.finished_keys()
         self._answers: dict[AnswerKey, _Stored] = {
             AnswerKey(*(row[name] for name in AnswerKey._fields)): _Stored(
@@ -268,17 +270,18 @@ class Pipeline:
     def execute(self) -> RunReport:
         """Do all that is left."""
         last = max(len(prompt.turns) for prompt in self.plan.prompts)
+        changed = [c for c in self.plan.conditions if not c.same_ids]
+        noisy = [c for c in self.plan.conditions if c.same_ids]
         for turn in range(last):
-            for path in self._paths():
-                self._run(list(self._work(turn, path)))
+            self._run(list(self._work(turn, "free", changed)))
+            # clean answers exist now: state noise and the forced path replay them
+            self._run(list(self._work(turn, "free", noisy)))
+            if self.config.answer_path != "free":
+                self._run(list(self._work(turn, "forced", changed)))
         return self.report
 
-    def _paths(self) -> tuple[AnswerPath, ...]:
-        # clean answers come first: the forced path replays them
-        return ("free",) if self.config.answer_path == "free" else ("free", "forced")
-
-    def _work(self, turn: int, path: AnswerPath) -> Iterator[Work]:
-        for condition in self.plan.conditions:
+    def _work(self, turn: int, path: AnswerPath, conditions: Sequence[Condition]) -> Iterator[Work]:
+        for condition in conditions:
             if self._skips(condition, path):
                 continue
             for prompt in self.plan.prompts:
@@ -287,10 +290,12 @@ class Pipeline:
 
     def _skips(self, condition: Condition, path: AnswerPath) -> bool:
         clean = condition.info.id == CLEAN
+        if condition.same_ids:
+            return not self._stateful
         return clean if path == "forced" else (self.config.answer_path == "forced" and not clean)
 
     def _one(self, condition: Condition, prompt: Prompt, turn: int, path: AnswerPath) -> Iterator[Work]:
-        source = CLEAN if path == "forced" else condition.info.id
+        source = CLEAN if path == "forced" or condition.same_ids else condition.info.id
         earlier = [self._answers.get(AnswerKey(prompt.id, i, source, "free")) for i in range(turn)]
         if any(answer is None for answer in earlier):
             return  # the earlier turn failed and was reported
@@ -304,14 +309,16 @@ class Pipeline:
         if is_unchanged(rendered):
             return
         key = AnswerKey(prompt.id, turn, condition.info.id, path)
-        missing = tuple(name for name in self.drafters if self._item(key, name) not in self._finished)
+        able = self.drafters if not is_noisy(condition.info) else self._stateful
+        missing = tuple(name for name in able if self._item(key, name) not in self._finished)
         stored = self._answers.get(key)
         if stored is not None and not missing and (self.kept is None or self.kept(key)):
             return
-        if stored is None and path == "forced":
+        if stored is None and (path == "forced" or condition.same_ids):
+            # noise is inside the drafter: the target's answer is the clean one
             stored = self._answers.get(AnswerKey(prompt.id, turn, CLEAN, "free"))
             if stored is None:
-                return
+                return  # the clean answer failed and was reported
         yield Work(
             prompt=rendered,
             drafters=missing,

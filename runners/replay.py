@@ -17,6 +17,7 @@ import torch
 from specbench.drafters.resolve import required_taps
 from specbench.errors import UserError
 from specbench.runners.answers import Answerer
+from specbench.runners.noise import is_noisy, noise_for
 from specbench.runners.runner import ForcedCounts, Outcome, RunSettings, Work, answer_facts
 from specbench.runners.targets import Target
 from specbench.types import Drafter, PositionScores, Round, ScoreRequest, Trace
@@ -118,8 +119,11 @@ def score_traces(
     """
     for name, drafter in drafters.items():
         wanted = [i for i, outcome in enumerate(outcomes) if name in outcome.work.drafters]
-        if wanted:
-            _score_some(name, drafter, [traces[i] for i in wanted], [outcomes[i] for i in wanted], settings)
+        noisy = [i for i in wanted if is_noisy(traces[i].prompt.condition)]
+        plain = [i for i in wanted if i not in noisy]
+        # noise is drawn per answer, so a noisy answer is scored on its own
+        for group in ([plain] if plain else []) + [[i] for i in noisy]:
+            _score_some(name, drafter, [traces[i] for i in group], [outcomes[i] for i in group], settings)
 
 
 def _score_some(
@@ -128,8 +132,11 @@ def _score_some(
     depth = min(settings.depth, drafter.info.max_depth or settings.depth)
     request = ScoreRequest(depth=depth, sampler=settings.sampler, full_chains=settings.full_chains)
     begun = time.perf_counter()
+    extra: dict[str, Any] = {}
+    if is_noisy(traces[0].prompt.condition):
+        extra["perturb"] = noise_for(traces[0], settings.sampling.seed)
     try:
-        results = drafter.score(traces, request)
+        results = drafter.score(traces, request, **extra)
     except Exception as error:  # whatever a drafter from outside raises costs one answer, not the run
         if len(traces) == 1:
             outcomes[0].errors[name] = f"{type(error).__name__}: {error}"

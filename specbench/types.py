@@ -294,6 +294,8 @@ class DrafterInfo:
     trained_depth: int | None = None
     max_depth: int | None = None
     """Block drafters cannot propose more than this."""
+    reads_states: bool = False
+    """Whether it reads the target's hidden states; then ``score`` takes ``perturb`` and ``probe``."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """The switches, spelled out (feedback, input_norm, gate, window, ...)."""
     notes: tuple[str, ...] = ()
