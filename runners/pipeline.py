@@ -12,7 +12,7 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
@@ -525,6 +525,7 @@ def run(
     plan = make_plan(config, chat, limit)
     if config.keep_traces:
         plan = packed.with_kept_traces(plan, config, chat)
+    check_noise([c.info for c in plan.conditions], config.runner)
     observer.planned(plan, config)
     if dry_run:
         return None
@@ -561,8 +562,11 @@ def run(
         directory.store.close()
 
 
-def warn_positions(plan: Plan, drafters: Iterable[Drafter], config: RunConfig, observer: Observer) -> None:
+def warn_positions(plan: Plan, drafters: Collection[Drafter], config: RunConfig, observer: Observer) -> None:
     """Say which drafters will be asked beyond the positions they were made for."""
+    stateless = without_states({d.info.name: d for d in drafters})
+    if stateless and any(is_noisy(c.info) for c in plan.conditions):
+        observer.note(f"state noise is not defined for {', '.join(stateless)}: they read no hidden states")
     longest = max(plan.first_turns, key=lambda r: len(r.token_ids))
     reach = len(longest.token_ids) + (longest.max_new_tokens or config.max_new_tokens)
     for drafter in drafters:
