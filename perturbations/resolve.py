@@ -19,6 +19,11 @@ from specbench.types import CLEAN
 ALIASES = {"templates": "template", "languages": "language", "texts": "text", "systems": "system"}
 """Other spellings of family names."""
 
+SETS = {
+    "paper": (CLEAN, "template/no_bos", "template/no_template", "template/no_bos_no_template"),
+}
+"""Named selections: the four template conditions of arXiv 2605.09992."""
+
 
 def all_conditions() -> list[Condition]:
     """Return every known condition, families in the order of the built-in table, then those from outside.
@@ -89,13 +94,15 @@ def _expand(item: str, known: dict[str, Condition], severity: int | None) -> lis
 def _named(name: str, known: dict[str, Condition], severity: int | None) -> list[Condition]:
     if name in known:
         return [known[name]]
+    if name in SETS:
+        return [known[member] for member in SETS[name]]
     if "+" in name:
         return [reduce(combine, (_single(part.strip(), known) for part in name.split("+")))]
     family = ALIASES.get(name, name)
     members = [c for c in known.values() if name == "all" or c.info.family == family]
     if not members:
         families = {c.info.family for c in known.values()}
-        raise unknown_name("perturbation", name, [*known, *families, *ALIASES, "all"])
+        raise unknown_name("perturbation", name, [*known, *families, *ALIASES, *SETS, "all"])
     return [c for c in members if severity is None or c.info.severity <= severity]
 
 

@@ -174,7 +174,7 @@ def _num_keys(table: Any) -> int:
 
 
 def _steps(table: Any) -> list[int]:
-    return [int(c[2:]) for c in table.column_names if c.startswith("c_")]
+    return [int(c[2:]) for c in table.column_names if c.startswith("c_") and c[2:].isdigit()]
 
 
 def _measures(depth: int) -> list[tuple[str, str]]:

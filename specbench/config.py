@@ -46,7 +46,8 @@ class RunConfig:
     """The options of ``specbench run``; every field has a default that works."""
 
     suite: tuple[str, ...] = ("mini",)
-    perturb: tuple[str, ...] = ("templates",)
+    perturb: tuple[str, ...] = ("paper",)
+    """``paper``: the four template conditions that the drift paper measures."""
     severity: int | None = None
     target: str = "smollm2-135m"
     drafter: str = "default"

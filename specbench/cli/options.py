@@ -92,9 +92,9 @@ prompt_options = together(
     click.option(
         "--perturb",
         callback=names,
-        default="templates",
+        default="paper",
         show_default=True,
-        help="Conditions: families, family/name, or products like 'templates*system'. The clean "
+        help="Conditions: families (templates, system, ...), family/name, products like 'templates*system', or paper: the four template conditions of the drift paper. The clean one is always there.",
         "one is always there.",
     ),
     click.option(
