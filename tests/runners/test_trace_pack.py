@@ -395,6 +395,19 @@ def test_finished_traces_are_not_redone(
     assert asked == []
 
 
+def test_a_kill_loses_no_finished_turn(
+    base: RunConfig, tmp_path: Path, asked: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(base, out=str(tmp_path / "pack"), batch_size=1)
+    with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
+        killed.setattr(PackWriter, "close", PackWriter._unlock)  # nothing is written on the way out
+        trace(config, Stopping(9 * 14 + 5), taps=TAPS)
+    asked.clear()
+    trace(config, Observer(), taps=TAPS)
+    assert {turn for _prompt, turn, _condition in asked} == {1, 2}
+    assert len(TracePack(tmp_path / "pack")) == 18
+
+
 def test_a_writer_that_vanished_leaves_whole_shards(tmp_path: Path) -> None:
     def begin() -> PackWriter:
         return PackWriter(
