@@ -95,7 +95,6 @@ prompt_options = together(
         default="paper",
         show_default=True,
         help="Conditions: families (templates, system, ...), family/name, products like 'templates*system', or paper: the four template conditions of the drift paper. The clean one is always there.",
-        "one is always there.",
     ),
     click.option(
         "--severity", type=int, help="Leave out conditions of families above this severity (1 to 3)."
