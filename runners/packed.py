@@ -401,7 +401,7 @@ def _named_conditions(
         if not found:
             raise unknown_name("perturbation", item, there) from None
         return found, []
-    if item not in (CLEAN, "all", "template", "templates"):
+    if item not in (CLEAN, "all", "paper", "template", "templates"):
         named = [name for name in named if name != CLEAN]  # it is always added
     return {name for name in named if name in there}, [name for name in named if name not in there]
 
