@@ -35,13 +35,17 @@ def main() -> int:
     dims, dtypes = tuple(args.dims), tuple(args.dtypes)
     variants = list(ahead.variants(dims, tuple(getattr(torch, d) for d in dtypes)))
     jobs = [(i, a, dims, dtypes) for i, v in enumerate(variants) if args.only in v.name for a in args.arch]
-    print("| kernel | D | dtype | tile | warps | stages | arch | registers | shared KiB | spill B | matrix | s |")
+    print(
+        "| kernel | D | dtype | tile | warps | stages | arch | registers | shared KiB | spill B | matrix | s |"
+    )
     print("|---|---|---|---|---|---|---|---|---|---|---|---|")
     bad = 0
     with ProcessPoolExecutor(args.jobs) as pool:
         for (number, arch, _, _), (found, seconds) in zip(jobs, pool.map(measure, jobs), strict=True):
             variant = variants[number]
-            tile = "x".join(str(variant.constants[n]) for n in ("BLOCK_M", "BLOCK_N") if n in variant.constants)
+            tile = "x".join(
+                str(variant.constants[n]) for n in ("BLOCK_M", "BLOCK_N") if n in variant.constants
+            )
             too_big = found.shared_bytes > ahead.SHARED_LIMIT[arch]
             bad += too_big or (found.spill_bytes > 0 and variant.dim <= 128)
             print(

@@ -56,3 +56,44 @@ def triton_missing(x: Tensor) -> str | None:
     if x.device.type != "cuda":
         return f"the tensors are on {x.device.type}, not on a CUDA device"
     return None
+
+
+def choose(
+    op: str,
+    backend: str,
+    q: Tensor,
+    k: Tensor,
+    *,
+    num_own: int = 0,
+    q_sink: Tensor | None,
+    stats: bool = False,
+) -> str:
+    """Return the backend that runs a call; warns where that is another one than asked for.
+
+    Args:
+        op: the operation, for the warning.
+        backend: a known name or ``auto``.
+        q: queries, last dimension D.
+        k: keys.
+        num_own: own keys a row.
+        q_sink: queries against sinks outside the window, where given.
+        stats: whether the call also asks for mass and entropy.
+    """
+    if backend in ("reference", "blocked") or (backend == "auto" and q.device.type == "cpu"):
+        return "blocked" if backend == "auto" else backend
+    wanted = "triton" if backend == "auto" else backend
+    reason: str | None = None
+    if wanted == "triton":
+        reason = triton_missing(q)
+        if reason is None:
+            from specbench.drafters.kernels.prefix import launch
+
+            reason = launch.unsupported(q, k, num_own)
+    elif stats:
+        reason = "it returns no attention mass"
+    elif q_sink is not None:
+        reason = "it has one query per row, and sinks at re-packed positions need two"
+    if reason is None:
+        return wanted
+    fall_back(op, wanted, "blocked", reason)
+    return "blocked"

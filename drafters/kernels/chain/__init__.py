@@ -149,10 +149,12 @@ def _check(
 def _choose(
     backend: str, q: Tensor, k: Tensor, own_k: Tensor | None, q_sink: Tensor | None, *, stats: bool
 ) -> Any:
+    """Return the module that runs this call."""
+    import importlib
+
     from specbench.drafters.kernels import dispatch
-    from specbench.drafters.kernels.chain import blocked, reference
 
     dispatch.check_backend(backend, BACKENDS)
-    if backend == "reference":
-        return reference
-    return blocked
+    num_own = 0 if own_k is None else own_k.shape[1]
+    name = dispatch.choose("chain attention", backend, q, k, num_own=num_own, q_sink=q_sink, stats=stats)
+    return importlib.import_module(f"specbench.drafters.kernels.chain.{name}")

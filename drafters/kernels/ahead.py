@@ -1,0 +1,164 @@
+"""Compiling every Triton kernel ahead of time, for any NVIDIA architecture and without a GPU.
+
+Example: ``compile_variant(variant, 90)`` returns ``Resources(registers=168, shared_bytes=98304, spill_bytes=0, ...)``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from specbench.drafters.kernels.prefix import launch
+from specbench.drafters.kernels.prefix import triton as prefix
+
+ARCHITECTURES = (80, 90, 100)
+SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+"""Bytes of shared memory one program may have."""
+
+_DTYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
+_INT64 = {"rows", "bounds", "cu_seqlens", "sink", "labels", "lengths"}
+_INT32 = {"plan"}
+_FLOAT32 = {"lse", "delta", "delta_out", "mass_out", "entropy_out", "partial", "partial_top", "partial_total"}
+_SCALARS = {"c": "fp32", "scale": "fp32"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One kernel with its constants fixed."""
+
+    name: str
+    kernel: Any
+    dim: int
+    dtype: torch.dtype
+    constants: dict[str, Any]
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resources:
+    """What the assembler says about one compiled kernel."""
+
+    registers: int
+    """Per thread."""
+    shared_bytes: int
+    spill_bytes: int
+    """Bytes stored to local memory for want of registers, per thread."""
+    cubin_bytes: int
+    matrix_instruction: str
+    """``wgmma``, ``tcgen05``, ``mma`` or ``none``."""
+
+
+def variants(
+    dims: tuple[int, ...] = (64, 96, 128, 192, 256),
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32),
+) -> Iterator[Variant]:
+    """Yield every kernel as chain, block and decode attention launch it."""
+    for dim in dims:
+        for dtype in dtypes:
+            yield from _prefix_variants(dim, dtype)
+
+
+def _prefix_variants(dim: int, dtype: torch.dtype) -> Iterator[Variant]:
+    shape = {"G": 4, "HKV": 8, "D": dim, "BLOCK_D": triton.next_power_of_2(dim)}
+    precision = launch.precision(dtype)
+    for op, num_queries in (("chain", 1), ("block", 16)):
+        kinds = {
+            "fwd": (
+                prefix.prefix_fwd_kernel,
+                {"HAS_SINK": True, "HAS_OWN": True, "HAS_GATE": num_queries == 1, "CAUSAL": False},
+            ),
+            "dq": (prefix.prefix_bwd_dq_kernel, {"HAS_SINK": True, "HAS_Q_SINK": True, "HAS_OWN": True}),
+            "dkv": (prefix.prefix_bwd_dkv_kernel, {"HAS_SINK": True}),
+            "own": (prefix.prefix_bwd_own_kernel, {"CAUSAL": False}),
+            "stats": (prefix.prefix_stats_kernel, {"HAS_SINK": True, "HAS_RECENT": True, "BLOCK_C": 16}),
+        }
+        for kind, (kernel, extra) in kinds.items():
+            if kind == "stats" and op == "block":
+                continue
+            size = launch.tiles(kind, dim, dtype)
+            constants = {
+                **shape,
+                **extra,
+                "BLOCK_M": size.block_m,
+                "BLOCK_N": size.block_n,
+                "PRECISION": precision,
+            }
+            if kind != "stats":
+                constants["T"] = num_queries
+            yield Variant(
+                name=f"{op} {kind}",
+                kernel=kernel,
+                dim=dim,
+                dtype=dtype,
+                constants=constants,
+                num_warps=size.num_warps,
+                num_stages=size.num_stages,
+            )
+
+
+def _signature(variant: Variant) -> dict[str, str]:
+    types = {}
+    for name in variant.kernel.arg_names:
+        if name in variant.constants:
+            types[name] = "constexpr"
+        elif name in _SCALARS:
+            types[name] = _SCALARS[name]
+        elif name in ("window", "offset", "recent") or name.startswith(("num_", "max_")):
+            types[name] = "i32"
+        elif name in _INT64:
+            types[name] = "*i64"
+        elif name in _INT32:
+            types[name] = "*i32"
+        elif name in _FLOAT32:
+            types[name] = "*fp32"
+        else:
+            types[name] = _DTYPES[variant.dtype]
+    return types
+
+
+def compile_variant(variant: Variant, architecture: int) -> Resources:
+    """Compile ``variant`` for compute capability ``architecture`` (90 is 9.0) and read the assembler's report.
+
+    Raises:
+        Exception: Triton's own, where the kernel does not compile.
+    """
+    types = _signature(variant)
+    aligned = {
+        (i,): [["tt.divisibility", 16]] for i, kind in enumerate(types.values()) if kind.startswith("*")
+    }
+    source = ASTSource(variant.kernel, types, variant.constants, aligned)
+    log = io.StringIO()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(triton.knobs.compilation.scope())
+        stack.enter_context(triton.knobs.nvidia.scope())
+        triton.knobs.compilation.always_compile = True
+        triton.knobs.nvidia.dump_ptxas_log = True
+        stack.enter_context(contextlib.redirect_stdout(log))
+        compiled = triton.compile(
+            source,
+            target=GPUTarget("cuda", architecture, 32),
+            options={"num_warps": variant.num_warps, "num_stages": variant.num_stages},
+        )
+    text = log.getvalue()
+    registers = re.search(r"Used (\d+) registers", text)
+    spill = re.search(r"(\d+) bytes spill stores", text)
+    assert registers and spill, text
+    ptx: str = compiled.asm["ptx"]
+    found = [name for name in ("tcgen05.mma", "wgmma.mma", "mma.sync") if name in ptx]
+    return Resources(
+        registers=int(registers[1]),
+        shared_bytes=compiled.metadata.shared,
+        spill_bytes=int(spill[1]),
+        cubin_bytes=len(compiled.asm["cubin"]),
+        matrix_instruction=found[0].split(".")[0] if found else "none",
+    )
