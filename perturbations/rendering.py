@@ -21,7 +21,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from specbench.errors import UserError
 from specbench.perturbations.condition import BosRule, Draft, Piece, Segment, Template, Turn
@@ -63,6 +63,26 @@ class TurnMarkup:
     system_close: str
     default_system: str | None
     """The system text the template writes when none is given; None where it writes no system block."""
+
+
+_T = TypeVar("_T")
+
+
+class _Store(Generic[_T]):
+    """A cache that is emptied when the text in it has grown large."""
+
+    def __init__(self) -> None:
+        self._values: dict[Any, _T] = {}
+        self._num_chars = 0
+        self.get = self._values.get
+
+    def put(self, key: Any, value: _T, num_chars: int) -> None:
+        """Keep ``value``, which stands for ``num_chars`` characters of text."""
+        self._num_chars += num_chars
+        if self._num_chars > _CACHE_CHARS:
+            self._values.clear()
+            self._num_chars = num_chars
+        self._values[key] = value
 
 
 class _Chunk:
@@ -155,6 +175,7 @@ class ChatTokenizer:
         self._special_variables = dict(tokenizer.special_tokens_map)
         self._encoder = _Encoder(tokenizer.backend_tokenizer)
         self._layouts: dict[Any, Layout] = {}
+        self._laid_out = _Store[tuple[Segment, ...]]()
         self._labels: dict[Any, tuple[list[list[Segment]], tuple[int, ...]]] = {}
         self._markup: dict[Template, TurnMarkup] = {}
         self._memory: dict[Any, Any] = {}
@@ -251,19 +272,27 @@ class ChatTokenizer:
         """
         if draft.template is None:
             return _raw(draft.turns)
+        key = (draft.template, draft.turns, draft.generation, _variables_key(draft.variables))
+        segments = self._laid_out.get(key)
+        if segments is None:
+            segments = self._lay_out(draft, draft.template)
+            self._laid_out.put(key, segments, sum(len(segment.text) for segment in segments))
+        return segments
+
+    def _lay_out(self, draft: Draft, template: Template) -> tuple[Segment, ...]:
         roles = tuple(turn.role for turn in draft.turns)
         text = self._render(
-            draft.template,
+            template,
             [{"role": turn.role, "content": turn.content} for turn in draft.turns],
             draft.generation,
             draft.variables,
         )
-        literals, order = self._labelled(draft.template, roles, draft.generation, draft.variables)
+        literals, order = self._labelled(template, roles, draft.generation, draft.variables)
         for turns in _trimmings(draft.turns):
             segments = _fill(literals, order, turns)
             if "".join([segment.text for segment in segments]) == text:
                 return segments
-        return _locate(draft, text, self.markup(draft.template))
+        return _locate(draft, template, text, self.markup(template))
 
     def layout(
         self,
@@ -274,7 +303,7 @@ class ChatTokenizer:
     ) -> Layout:
         """Learn what ``template`` writes around messages of these roles (cached)."""
         variables = variables or {}
-        key = (template, roles, generation, repr(sorted(variables.items())) if variables else "")
+        key = (template, roles, generation, _variables_key(variables))
         if key not in self._layouts:
             marks = [f"Specbench{i}Placeholder{len(roles)}End" for i in range(len(roles))]
             messages = [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)]
@@ -292,7 +321,7 @@ class ChatTokenizer:
         self, template: Template, roles: tuple[str, ...], generation: bool, variables: Mapping[str, Any]
     ) -> tuple[list[list[Segment]], tuple[int, ...]]:
         """Return the segments before, between and after the contents, and the order of the contents (cached)."""
-        key = (template, roles, generation, repr(sorted(variables.items())) if variables else "")
+        key = (template, roles, generation, _variables_key(variables))
         if key not in self._labels:
             layout, markup = self.layout(template, roles, generation, variables), self.markup(template)
             neighbours = [None, *(roles[i] for i in layout.order), None]
@@ -399,8 +428,7 @@ class _Encoder:
         self._plain: Any = None
         self._split: re.Pattern[str] | None = None
         self._fixed = {name: _Chunk((i,), ((0, len(name)),)) for name, i in fixed.items()}
-        self._cache: dict[str, _Chunk] = {}
-        self._cached_chars = 0
+        self._cache = _Store[_Chunk]()
         if not any(token.lstrip or token.rstrip or token.single_word for token in added.values()):
             self._split = _alternation(fixed)
         if self._split is not None and not self._independent(next(iter(fixed))):
@@ -431,11 +459,8 @@ class _Encoder:
     def _chunk(self, text: str) -> _Chunk:
         chunk = self._cache.get(text)
         if chunk is None:
-            self._cached_chars += len(text)
-            if self._cached_chars > _CACHE_CHARS:
-                self._cache.clear()
-                self._cached_chars = len(text)
-            chunk = self._cache[text] = self._encode(text)
+            chunk = self._encode(text)
+            self._cache.put(text, chunk, len(text))
         return chunk
 
     def _encode(self, text: str, backend: Any = None) -> _Chunk:
@@ -488,6 +513,10 @@ def _find_template(tokenizer: Any, source: str | None, file: Path | str | None) 
     if not getattr(tokenizer, "chat_template", None):
         return None
     return Template(source=tokenizer.get_chat_template(), name="the tokenizer's chat template")
+
+
+def _variables_key(variables: Mapping[str, Any]) -> str:
+    return repr(sorted(variables.items())) if variables else ""
 
 
 def _fixed_date(pattern: str) -> str:
@@ -571,9 +600,8 @@ def _label(
     return [segment for segment in segments if segment.text]
 
 
-def _locate(draft: Draft, text: str, markup: TurnMarkup) -> tuple[Segment, ...]:
+def _locate(draft: Draft, template: Template, text: str, markup: TurnMarkup) -> tuple[Segment, ...]:
     """Find the contents in order, for templates that change contents or depend on them."""
-    assert draft.template is not None
     segments: list[Segment] = []
     position, before = 0, None
     for turn in draft.turns:
@@ -581,7 +609,7 @@ def _locate(draft: Draft, text: str, markup: TurnMarkup) -> tuple[Segment, ...]:
         if found is None:
             if turn.role == "user" and turn.content.strip():
                 raise UserError(
-                    f"{draft.template.name} drops or changes the user's message; it must write it verbatim"
+                    f"{template.name} drops or changes the user's message; it must write it verbatim"
                 )
             continue
         place = text.find(found.content, position)

@@ -83,8 +83,7 @@ def compose(first: Staged, second: Staged) -> Staged:
     if clash:
         decided = "layout" if "layout" in clash else " and the ".join(clash)
         raise UserError(
-            f"{first.info.id} and {second.info.id} do not compose: both decide the {decided}; "
-            "pick one"
+            f"{first.info.id} and {second.info.id} do not compose: both decide the {decided}; pick one"
         )
     if first.info.id == CLEAN or second.info.id == CLEAN:
         return second if first.info.id == CLEAN else first
