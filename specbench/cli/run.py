@@ -138,17 +138,31 @@ def _execute(config: RunConfig, display: Display, dry_run: bool) -> Any:
 
 
 def _print_results(out: Path) -> None:
+    import pyarrow.parquet as pq
     from rich.console import Console
 
     from specbench.results.aggregate import write_acceptance
+    from specbench.results.plots import plot_run
+    from specbench.results.robustness import render, robustness
     from specbench.results.tables import LEGEND, rich_tables
+    from specbench.results.verdict import verdicts
 
     path = write_acceptance(out)
-    import pyarrow.parquet as pq
-
     console = Console()
-    for block in rich_tables(pq.read_table(path), width=console.width):
+    table = pq.read_table(path)
+    if table.num_rows == 0:
+        click.echo("no rounds to show: every answer ended with its first token", err=True)
+        return
+    for block in rich_tables(table, width=console.width):
         console.print(block, soft_wrap=True)
         console.print()
     console.print(LEGEND, style="dim")
-    console.print(f"\nrun: {out}  table: {path}  rounds: {out / 'rounds'}")
+    scores = robustness(out)
+    if scores:
+        console.print()
+        click.echo(render(scores, "text", console.width))
+    console.print()
+    for sentence in verdicts(out):
+        console.print(f"- {sentence}", markup=False, highlight=False)
+    figures = plot_run(out, out / "figures", form="png")
+    console.print(f"\nrun {out}: {path.name}, rounds/, {len(figures)} figures in figures/", highlight=False)
