@@ -223,6 +223,10 @@ def _refuse(c: Eagle3Config, format: str) -> None:
         raise UserError(
             f"fc bias, logit scale or half of the attention biases cannot be exported to {format}; use vllm"
         )
+    if c.norm_joint and c.norm_per_tap and format == "speculators":
+        raise UserError(
+            "norm_before_fc beside fc_norm cannot be exported to speculators, which takes one; use vllm"
+        )
     if c.fc_bias:
         raise UserError("an fc bias cannot be exported: no engine reads one")
 

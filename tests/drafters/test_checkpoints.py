@@ -19,7 +19,7 @@ from specbench.drafters.checkpoints.save import export, save_drafter
 from specbench.drafters.eagle3 import Eagle3Model, default_taps
 from specbench.drafters.eagle3_drafter import create
 from specbench.errors import SpecbenchWarning, UserError
-from specbench.types import ScoreRequest
+from specbench.types import ScoreRequest, TargetWeights
 
 from .helpers import HALF, SWITCHES, build, make_model, make_target, make_trace
 
@@ -414,6 +414,36 @@ def test_export_reloads_to_the_same_logits(tmp_path: Path, format: str) -> None:
     same_scores(model, load_checkpoint(str(tmp_path / "out"), TARGET).model)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"feedback": "post", "norm_per_tap": True},
+        {"norm_before_residual": True},
+        {"norm_joint": True, "qk_norm": True},
+    ],
+    ids=["eagle3.1", "resnorm", "joint-qwen3"],
+)
+def test_export_opens_with_the_speculators_library(tmp_path: Path, changes: dict[str, Any]) -> None:
+    pytest.importorskip("speculators", reason="the speculators package is not installed")
+    from speculators.models.eagle3.core import Eagle3DraftModel  # type: ignore[import-not-found]
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    verifier = LlamaConfig(
+        hidden_size=16, intermediate_size=16, num_attention_heads=4, num_hidden_layers=8, vocab_size=23
+    )
+    LlamaForCausalLM(verifier).save_pretrained(tmp_path / "target")
+    target = TargetWeights(info=TARGET.info, embed=TARGET.embed, head=TARGET.head, path=tmp_path / "target")
+    model = make_model(target, head="target_rows", target_ids=HALF, trained_depth=4, **changes)
+    save_drafter(model, tmp_path / "ours")
+    export(str(tmp_path / "ours"), "speculators", tmp_path / "out", target)
+    theirs = Eagle3DraftModel.from_pretrained(tmp_path / "out")
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(theirs.state_dict()[name].float(), tensor), name
+    assert torch.equal(theirs.lm_head.weight.float(), TARGET.head[HALF])
+    assert theirs.config.norm_output == (model.config.feedback == "post")
+    assert theirs.config.speculators_config.proposal_methods[0].speculative_tokens == 4
+
+
 def test_export_refuses_what_engines_cannot_do(tmp_path: Path) -> None:
     for i, (changes, format, sentence) in enumerate(
         [
@@ -421,6 +451,7 @@ def test_export_refuses_what_engines_cannot_do(tmp_path: Path) -> None:
             ({"windows": (4,), "sink": "bos"}, "vllm", "sink"),
             ({"windows": (4,)}, "specforge", "window"),
             ({"norm_before_residual": True}, "specforge", "norm_before_residual"),
+            ({"norm_joint": True, "norm_per_tap": True}, "speculators", "beside fc_norm"),
             ({}, "tensorrt", "unknown export format"),
         ]
     ):
