@@ -1,0 +1,1 @@
+"""A suite, a condition, a drafter and a runner for specbench, from outside."""
