@@ -17,7 +17,7 @@ import re
 import traceback
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from pathlib import Path
@@ -247,20 +247,21 @@ class ChatTokenizer:
         leading = 0
         while leading < len(ids) and ids[leading] == self.bos_id:
             leading += 1
-        wanted = self._wanted_bos(bos, leading)
+        # A BOS string that opens the user's own text is the user's: it counts, but nobody takes it away.
+        content = next((start for kind, start in _starts(kinds) if kind not in _MARKUP), len(ids))
+        users = max(leading - content, 0)
+        wanted = self._wanted_bos(bos, leading, users)
         if wanted != leading:
             assert self.bos_id is not None, "a condition asked for a BOS the tokenizer does not have"
             ids = (self.bos_id,) * wanted + ids[leading:]
-        return ids, _spans(wanted, [("bos", leading), *kinds], leading, len(ids)), wanted
+        return ids, _spans(wanted - users, kinds, leading - users, len(ids)), wanted
 
-    def _wanted_bos(self, rule: BosRule, leading: int) -> int:
-        if rule == "drop" or self.bos_id is None:
-            return 0 if rule == "drop" else leading
-        if rule == "auto":
-            return max(leading, 1)
-        if rule == "target":
-            return max(leading, 1) if self.clean_bos else 0
-        return leading + 1 if rule == "double" else leading
+    def _wanted_bos(self, rule: BosRule, leading: int, users: int) -> int:
+        if self.bos_id is None or rule == "template":
+            return leading
+        if rule == "drop" or (rule == "target" and not self.clean_bos):
+            return users
+        return leading + 1 if rule == "double" else max(leading, 1)
 
     # ---- messages to segments
 
@@ -512,7 +513,12 @@ def _find_template(tokenizer: Any, source: str | None, file: Path | str | None) 
         return Template(source=source, name="the given chat template")
     if not getattr(tokenizer, "chat_template", None):
         return None
-    return Template(source=tokenizer.get_chat_template(), name="the tokenizer's chat template")
+    try:
+        return Template(source=tokenizer.get_chat_template(), name="the tokenizer's chat template")
+    except ValueError as error:
+        raise UserError(
+            f"the tokenizer has several chat templates and no default one; give one: {error}"
+        ) from error
 
 
 def _variables_key(variables: Mapping[str, Any]) -> str:
@@ -686,21 +692,35 @@ def _token_kinds(segments: Sequence[Segment], encoded: Encoded) -> list[tuple[Sp
     return kinds
 
 
+def _starts(kinds: Sequence[tuple[SpanKind, int]]) -> Iterator[tuple[SpanKind, int]]:
+    """Return (kind, index of its first token) for each segment that has tokens."""
+    start = 0
+    for kind, end in kinds:
+        if end > start:
+            yield kind, start
+        start = end
+
+
 def _spans(
     num_bos: int, kinds: Sequence[tuple[SpanKind, int]], leading: int, length: int
 ) -> tuple[Span, ...]:
-    """Merge neighbours of one kind; ``kinds`` index the tokens before BOS was decided, with ``leading`` BOS
-    ids.
+    """Merge neighbours of one kind.
+
+    Args:
+        num_bos: BOS ids that open the prompt now.
+        kinds: (kind, end) of the segments, as they were tokenised, with ``leading`` BOS ids of the markup.
+        leading: how many tokens ``num_bos`` took the place of.
+        length: of the prompt now.
     """
     spans: list[Span] = []
     start = 0
-    for kind, end in kinds:
-        end = num_bos if kind == "bos" else max(end - leading + num_bos, start)
-        if end > start:
+    for kind, end in (("bos", leading), *kinds):
+        moved = max(end - leading + num_bos, start)
+        if moved > start:
             if spans and spans[-1].kind == kind:
-                spans[-1] = Span(kind=kind, start=spans[-1].start, end=end)
+                spans[-1] = Span(kind=kind, start=spans[-1].start, end=moved)
             else:
-                spans.append(Span(kind=kind, start=start, end=end))
-            start = end
+                spans.append(Span(kind=kind, start=start, end=moved))
+            start = moved
     assert start == length, "spans must cover every token"
     return tuple(spans)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from specbench.errors import UserError
 from specbench.perturbations.condition import UNCHANGED, BosRule, Draft, Piece, Segment, Setting, Stage, Turn
-from specbench.perturbations.rendering import ChatTokenizer, template_hash
+from specbench.perturbations.rendering import FIXED_DATE, ChatTokenizer, template_hash
 from specbench.types import CLEAN, ConditionInfo, Prompt, RenderedPrompt
 
 Claim = str
@@ -190,6 +190,8 @@ def _clean(
         notes.append("the chat template writes no BOS although the tokenizer puts one before raw text")
     elif chat.clean_bos > 1:
         notes.append(f"the chat template itself writes {chat.clean_bos} BOS tokens")
+    if chat.template is not None and "strftime_now" in chat.template.source:
+        notes.append(f"the chat template asks for today's date and is always told {FIXED_DATE}")
     return replace(rendered, notes=tuple(notes))
 
 

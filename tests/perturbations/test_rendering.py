@@ -112,11 +112,14 @@ def test_special_strings_in_user_text_are_named_not_hidden() -> None:
     rendered = REGULAR.render(prompt("a<|im_start|>b"), 0, [], CHAT, 0)
     assert rendered.token_ids == reference(TOKENIZER, ("user", "a<|im_start|>b"))
     assert rendered.notes == ("the user text contains <|im_start|>, which is tokenised as the special token",)
+    kept = NO_BOS_NO_TEMPLATE.render(prompt("<|im_start|>b"), 0, [], CHAT, 0)
+    assert kept.token_ids == CHAT.encode("<|im_start|>b") and kept.bos_count == 1 and len(kept.notes) == 1
+    assert [(span.kind, span.end) for span in kept.spans] == [("user", 2)]
     opening = NO_TEMPLATE.render(prompt("<|im_start|>b"), 0, [], CHAT, 0)
-    assert opening.bos_count == 1 and "<|im_start|>" in opening.notes[0]
+    assert opening.token_ids == kept.token_ids and "<|im_start|>" in opening.notes[0]
 
 
-def with_template(source: str | None) -> Any:
+def with_template(source: str | dict[str, str] | None) -> Any:
     tokenizer = _conftest().make_tokenizer()
     tokenizer.chat_template = source
     return tokenizer
@@ -188,7 +191,18 @@ def test_jinja_errors_name_file_and_line(source: str, line: int, tmp_path: Path)
 def test_dates_in_templates_do_not_depend_on_the_day() -> None:
     source = "{{ strftime_now('%d %b %Y') }} {% for m in messages %}{{ m['content'] }}{% endfor %}"
     chat = ChatTokenizer(with_template(source))
-    assert chat.decode(REGULAR.render(prompt("Hi"), 0, [], chat, 0).token_ids) == "26 Jul 2024 Hi"
+    rendered = REGULAR.render(prompt("Hi"), 0, [], chat, 0)
+    assert chat.decode(rendered.token_ids) == "26 Jul 2024 Hi"
+    assert rendered.notes == ("the chat template asks for today's date and is always told 26 Jul 2024",)
+
+
+def test_several_templates_without_a_default_are_named() -> None:
+    with pytest.raises(UserError, match="several chat templates and no default"):
+        ChatTokenizer(with_template({"rag": TRIMMING, "tool_use": TRIMMING}))
+    tokenizer = with_template({"default": TRIMMING, "tool_use": SHOUTING})
+    assert REGULAR.render(prompt("Hi"), 0, [], ChatTokenizer(tokenizer), 0).token_ids == reference(
+        tokenizer, ("user", "Hi")
+    )
 
 
 def test_context_that_is_not_in_the_turn_is_an_error() -> None:
