@@ -17,7 +17,7 @@ from specbench.perturbations.rendering import ChatTokenizer
 from specbench.runners.answers import Answerer
 from specbench.runners.plan import make_plan
 from specbench.runners.targets import Target
-from specbench.types import CLEAN
+from specbench.types import CLEAN, Trace
 
 
 @click.command()
@@ -28,8 +28,18 @@ from specbench.types import CLEAN
 @click.option("--max-new-tokens", default=128)
 @click.option("--device", default="auto")
 @click.option("--dtype", default="auto")
+@click.option(
+    "--check", default=0, help="Compare this many answers with single-stream generate, token by token."
+)
 def main(
-    suite: str, target_name: str, prompts: int, batch_size: int, max_new_tokens: int, device: str, dtype: str
+    suite: str,
+    target_name: str,
+    prompts: int,
+    batch_size: int,
+    max_new_tokens: int,
+    device: str,
+    dtype: str,
+    check: int,
 ) -> None:
     """Time both."""
     transformers.utils.logging.disable_progress_bar()
@@ -40,7 +50,8 @@ def main(
     list(answerer.answer(plan.first_turns[:2]))  # first passes allocate and pick kernels
 
     begun = time.perf_counter()
-    ours = sum(len(trace.answer_ids) for trace in answerer.answer(plan.first_turns))
+    traces = list(answerer.answer(plan.first_turns))
+    ours = sum(len(trace.answer_ids) for trace in traces)
     our_rate = ours / (time.perf_counter() - begun)
     print(f"specbench: {ours} tokens, {our_rate:.0f} tokens/s")
 
@@ -52,6 +63,26 @@ def main(
     their_rate = theirs / (time.perf_counter() - begun)
     print(f"generate:  {theirs} tokens, {their_rate:.0f} tokens/s")
     print(f"ratio: {our_rate / their_rate:.2f}")
+    for trace in traces[:check]:
+        _compare(target, trace, max_new_tokens)
+
+
+@torch.no_grad()
+def _compare(target: Target, trace: Trace, max_new_tokens: int) -> None:
+    """Print where a batched answer leaves single-stream ``generate``, and the target's margin there."""
+    ids = torch.tensor([trace.prompt.token_ids], device=target.device)
+    out = target.model.generate(
+        ids, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=target.stop_ids[0]
+    )
+    alone = out[0, ids.shape[1] :].tolist()
+    first = next((i for i, (a, b) in enumerate(zip(alone, trace.answer_ids, strict=False)) if a != b), None)
+    if first is None:
+        print(f"{trace.prompt.prompt_id}: {len(trace.answer_ids)} tokens equal")
+    else:
+        margin = float(trace.margins[first])
+        print(
+            f"{trace.prompt.prompt_id}: differs at token {first}, where the two best are {margin:.2g} apart"
+        )
 
 
 @torch.no_grad()
