@@ -10,6 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    # Read when triton is first imported: its kernels then run in its interpreter, on CPU tensors.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"

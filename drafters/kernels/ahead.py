@@ -72,7 +72,7 @@ def _prefix_variants(dim: int, dtype: torch.dtype) -> Iterator[Variant]:
     shape = {"G": 4, "HKV": 8, "D": dim, "BLOCK_D": triton.next_power_of_2(dim)}
     precision = launch.precision(dtype)
     for op, num_queries in (("chain", 1), ("block", 16)):
-        kinds = {
+        kinds: dict[str, tuple[Any, dict[str, Any]]] = {
             "fwd": (
                 prefix.prefix_fwd_kernel,
                 {"HAS_SINK": True, "HAS_OWN": True, "HAS_GATE": num_queries == 1, "CAUSAL": False},

@@ -67,6 +67,7 @@ def choose(
     num_own: int = 0,
     q_sink: Tensor | None,
     stats: bool = False,
+    too_big: str | None = None,
 ) -> str:
     """Return the backend that runs a call; warns where that is another one than asked for.
 
@@ -78,6 +79,7 @@ def choose(
         num_own: own keys a row.
         q_sink: queries against sinks outside the window, where given.
         stats: whether the call also asks for mass and entropy.
+        too_big: why the Triton kernels of this operation cannot take the shape, where the operation knows it.
     """
     if backend in ("reference", "blocked") or (backend == "auto" and q.device.type == "cpu"):
         return "blocked" if backend == "auto" else backend
@@ -88,7 +90,7 @@ def choose(
         if reason is None:
             from specbench.drafters.kernels.prefix import launch
 
-            reason = launch.unsupported(q, k, num_own)
+            reason = launch.unsupported(q, k, num_own) or too_big
     elif stats:
         reason = "it returns no attention mass"
     elif q_sink is not None:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from specbench.drafters.kernels.chain import blocked, chain_attention, chain_attention_stats, reference
-from specbench.errors import UserError
+from specbench.drafters.kernels import dispatch
+from specbench.drafters.kernels.chain import chain_attention, chain_attention_stats, reference
+from specbench.drafters.kernels.prefix import blocked
+from specbench.errors import SpecbenchWarning, UserError
 
 CLOSE: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-10}
 FLOATS = ("q", "k", "v", "own_k", "own_v", "q_sink")
@@ -25,15 +29,15 @@ class Case:
     """What hypothesis draws; ``make`` turns it into tensors."""
 
     lengths: tuple[int, ...]
-    num_own: int
-    window: int | None
-    sinks: tuple[tuple[int, int], ...] | None
-    heads: tuple[int, int]
-    dim: int
-    keep: float
-    padding: int
-    repacked: bool
-    seed: int
+    num_own: int = 0
+    window: int | None = None
+    sinks: tuple[tuple[int, int], ...] | None = None
+    heads: tuple[int, int] = (2, 1)
+    dim: int = 16
+    keep: float = 1.0
+    padding: int = 0
+    repacked: bool = False
+    seed: int = 0
 
     def make(self, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(self.seed)
@@ -89,7 +93,9 @@ def gradients(function: Any, args: dict[str, Any], seed: int) -> tuple[Tensor, d
     """Output and the gradients of a fixed random projection of it."""
     leaves = {n: args[n].detach().clone().requires_grad_() for n in FLOATS if args[n] is not None}
     out = function(**{**args, **leaves})
-    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(
+        out.device
+    )
     found = torch.autograd.grad((out.double() * weight).sum(), list(leaves.values()), allow_unused=True)
     zeros = [torch.zeros_like(x) if g is None else g for g, x in zip(found, leaves.values(), strict=True)]
     return out.detach(), dict(zip(leaves, zeros, strict=True))
@@ -239,9 +245,8 @@ def test_lower_precision_stays_within_its_rounding(dtype: torch.dtype, tolerance
         repacked=True, seed=4,
     )  # fmt: skip
     args = case.make(dtype)
-    exact = {n: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in args.items()}
     out, grads = gradients(chain_attention, args, 0)
-    want, want_grads = gradients(reference.chain_attention, exact, 0)
+    want, want_grads = gradients(reference.chain_attention, exact(args), 0)
     torch.testing.assert_close(out.double(), want, rtol=tolerance, atol=tolerance)
     for name, grad in grads.items():
         scale = want_grads[name].abs().max().item()
@@ -299,6 +304,120 @@ def test_unknown_backend_is_named() -> None:
     ).make()
     with pytest.raises(UserError, match="did you mean 'triton'"):
         chain_attention(**args, backend="tritn")
+
+
+def exact(args: dict[str, Any]) -> dict[str, Any]:
+    """The same inputs in float64."""
+    return {n: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for n, x in args.items()}
+
+
+def check_triton(case: Case, dtype: torch.dtype, device: str, tolerance: float) -> None:
+    args = case.make(dtype)
+    here = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in args.items()}
+    out, grads = gradients(partial(chain_attention, backend="triton"), here, case.seed)
+    want, want_grads = gradients(reference.chain_attention, exact(args), case.seed)
+    torch.testing.assert_close(out.double().cpu(), want, rtol=tolerance, atol=tolerance)
+    for name, grad in grads.items():
+        scale = max(1.0, want_grads[name].abs().max().item()) if grad.numel() else 1.0
+        torch.testing.assert_close(
+            grad.double().cpu(),
+            want_grads[name],
+            rtol=tolerance,
+            atol=tolerance * scale,
+            msg=lambda m, n=name: f"{n}: {m}",
+        )
+
+
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(cases(max_length=20, dims=(16,)))
+def test_triton_equals_reference_forward_and_backward(triton_device: str, case: Case) -> None:
+    check_triton(case, torch.float32, triton_device, 2e-5)
+
+
+EDGES = {
+    "window-over-prefix": Case(lengths=(5, 17), window=40, sinks=((0, 1), (0, 1)), heads=(3, 1)),
+    "window-within-own": Case(lengths=(9,), num_own=4, window=2, heads=(4, 1)),
+    "empty-sink": Case(lengths=(19,), window=4, sinks=((3, 3),), heads=(2, 2), num_own=1),
+    "sink-inside-window": Case(
+        lengths=(18,), window=12, sinks=((6, 11),), heads=(1, 1), num_own=2, repacked=True
+    ),
+    "sink-span": Case(
+        lengths=(33,), window=3, sinks=((2, 21),), heads=(8, 1), num_own=2, repacked=True, keep=0.3
+    ),
+    "one-token": Case(lengths=(1, 1), num_own=1, heads=(8, 2)),
+    "padding-rows": Case(lengths=(4,), num_own=2, window=3, heads=(2, 1), padding=2),
+    "odd-head-dim": Case(lengths=(7,), num_own=1, heads=(2, 1), dim=24),
+}
+
+
+@pytest.mark.parametrize("name", EDGES)
+def test_triton_at_the_edges(triton_device: str, name: str) -> None:
+    check_triton(EDGES[name], torch.float32, triton_device, 2e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.bfloat16, 3e-2), (torch.float16, 4e-3)], ids=["bf16", "fp16"]
+)
+def test_triton_in_half_precision(triton_device: str, dtype: torch.dtype, tolerance: float) -> None:
+    case = Case(lengths=(21,), num_own=2, window=9, sinks=((0, 2),), heads=(4, 1), repacked=True)
+    check_triton(case, dtype, triton_device, tolerance)
+
+
+def test_triton_idle_window_changes_no_bit(triton_device: str) -> None:
+    case = Case(lengths=(37, 1), num_own=1, sinks=((0, 4), (0, 1)), heads=(3, 1), repacked=True)
+    args = {
+        n: x.to(triton_device) if isinstance(x, Tensor) else x for n, x in case.make(torch.float32).items()
+    }
+    full = chain_attention(**args, backend="triton")
+    assert torch.equal(chain_attention(**{**args, "window": 38}, backend="triton"), full)
+    assert not torch.equal(chain_attention(**{**args, "window": 36}, backend="triton"), full)
+
+
+@pytest.mark.parametrize("recent", [None, 3])
+def test_triton_stats_equal_reference(triton_device: str, recent: int | None) -> None:
+    case = Case(
+        lengths=(21, 3), num_own=2, window=7, sinks=((1, 6), (0, 0)), heads=(3, 1), repacked=True, padding=1
+    )
+    args = case.make(torch.float32)
+    labels = torch.arange(args["k"].shape[0]) % 3
+    here = {
+        n: x.to(triton_device) if isinstance(x, Tensor) else x for n, x in {**args, "labels": labels}.items()
+    }
+    got = chain_attention_stats(**here, num_regions=3, recent=recent, backend="triton")
+    want = chain_attention_stats(
+        **exact(args), labels=labels, num_regions=3, recent=recent, backend="reference"
+    )
+    for a, b in zip(got, want, strict=True):
+        # Mass is summed from 16-bit probabilities and their 16-bit remainders.
+        torch.testing.assert_close(a.double().cpu(), b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "flex"])
+def test_library_backends_equal_reference(backend: str) -> None:
+    case = Case(
+        lengths=(30, 0, 21), num_own=3, window=9, sinks=((0, 2), (0, 0), (3, 12)), heads=(4, 2), padding=1
+    )
+    args = case.make(torch.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # FlexAttention says that it is not compiled here.
+        out = chain_attention(**args, backend=backend)
+    torch.testing.assert_close(out.double(), reference.chain_attention(**exact(args)), rtol=1e-5, atol=1e-5)
+
+
+def test_falling_back_is_said_once_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(dispatch, "_said", set())
+    args = Case(lengths=(4,), heads=(1, 1), window=2, sinks=((0, 1),), repacked=True).make(torch.float32)
+    with pytest.warns(
+        SpecbenchWarning, match=r"triton backend does not run here \((triton is not installed|.*CUDA)"
+    ):
+        out = chain_attention(**args, backend="triton")
+    assert torch.equal(out, chain_attention(**args, backend="blocked"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        chain_attention(**args, backend="triton")
+    with pytest.warns(SpecbenchWarning, match="sdpa backend does not run here .*re-packed"):
+        chain_attention(**args, backend="sdpa")
 
 
 class small_blocks:

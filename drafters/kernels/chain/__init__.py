@@ -5,6 +5,7 @@ Example: ``out = chain_attention(q, k, v, own_k, own_v, rows, cu_seqlens, window
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -150,8 +151,6 @@ def _choose(
     backend: str, q: Tensor, k: Tensor, own_k: Tensor | None, q_sink: Tensor | None, *, stats: bool
 ) -> Any:
     """Return the module that runs this call."""
-    import importlib
-
     from specbench.drafters.kernels import dispatch
 
     dispatch.check_backend(backend, BACKENDS)

@@ -8,15 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specbench.drafters.kernels.chain.blocked import chain_options
 from specbench.drafters.kernels.prefix import launch
-
-
-def _options(q: Tensor, own_k: Tensor | None, window: int | None, scale: float | None) -> launch.Options:
-    return launch.Options(
-        offset=0 if own_k is None else own_k.shape[1],
-        window=window,
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
-    )
 
 
 def chain_attention(
@@ -45,7 +38,7 @@ def chain_attention(
         rows,
         cu_seqlens,
         sink,
-        _options(q, own_k, window, scale),
+        chain_options(q, own_k, window, scale),
         None if gate is None else gate[:, None],
     )[:, 0]
 
@@ -69,7 +62,7 @@ def chain_attention_stats(
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (output, mass, entropy); see ``specbench.drafters.kernels.chain.chain_attention_stats``."""
-    options = _options(q, own_k, window, scale)
+    options = chain_options(q, own_k, window, scale)
     q, k, v = q[:, None].contiguous(), k.contiguous(), v.contiguous()
     own_k = None if own_k is None else own_k.contiguous()
     own_v = None if own_v is None else own_v.contiguous()

@@ -14,27 +14,11 @@ from torch import Tensor
 
 from specbench.drafters.kernels import dispatch
 from specbench.drafters.kernels.prefix import triton as kernels
+from specbench.drafters.kernels.prefix.options import Options
 
 NO_WINDOW = 1 << 30
 LOG2_E = 1.4426950408889634
 MAX_DIM = 256
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What a call fixes besides its tensors."""
-
-    offset: int
-    """Position of a row's first query, relative to the row."""
-    window: int | None
-    scale: float
-    causal: bool = False
-    """Whether a query is kept from own keys at later positions."""
-
-    @property
-    def window_size(self) -> int:
-        """The window as the kernels want it."""
-        return NO_WINDOW if self.window is None else min(self.window, NO_WINDOW)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +63,7 @@ def tiles(kernel: str, dim: int, dtype: torch.dtype) -> Tiles:
     Chosen so that nothing spills at head dimensions up to 128 (``perf/kernels_report.py`` prints the table).
     """
     if dispatch.interpreted():
-        return Tiles(block_m=16, block_n=16, num_warps=4, num_stages=1)
+        return Tiles(block_m=32, block_n=16, num_warps=4, num_stages=1)
     column = 0 if dim <= 64 else 1 if dim <= 128 else 2
     block_m, block_n, num_warps, num_stages = (_FLOAT32 if dtype == torch.float32 else _HALF)[kernel][column]
     return Tiles(block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages)
@@ -99,6 +83,11 @@ def unsupported(q: Tensor, k: Tensor, num_own: int) -> str | None:
     if num_own > tiles("own", q.shape[-1], q.dtype).block_n:
         return f"{num_own} own keys a row are more than one tile holds"
     return None
+
+
+def window_size(options: Options) -> int:
+    """Return the window as the kernels want it."""
+    return NO_WINDOW if options.window is None else min(options.window, NO_WINDOW)
 
 
 def precision(dtype: torch.dtype) -> str:
@@ -164,7 +153,7 @@ class Plan:
             plan,
             num_tiles,
             self.num_seqs,
-            options.window_size,
+            window_size(options),
             options.offset,
             HAS_SINK=self.sink is not None,
             T=num_queries,
@@ -204,7 +193,7 @@ def forward(
         table,
         num_tiles,
         0 if own_k is None else own_k.shape[1],
-        options.window_size,
+        window_size(options),
         options.offset,
         options.scale * LOG2_E,
         HAS_SINK=plan.sink is not None,
@@ -233,7 +222,7 @@ def backward(
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of q, k, v, own_k, own_v and q_sink."""
-    scalars = (options.window_size, options.offset, options.scale * LOG2_E, options.scale)
+    scalars = (window_size(options), options.offset, options.scale * LOG2_E, options.scale)
     num_own = 0 if own_k is None else own_k.shape[1]
     constants = {**shapes(q, k), "T": q.shape[1], "PRECISION": precision(q.dtype)}
     dim, dtype = q.shape[-1], q.dtype
@@ -347,7 +336,7 @@ def statistics(
         num_own,
         num_regions,
         num_columns,
-        options.window_size,
+        window_size(options),
         0 if recent is None else recent,
         options.scale * LOG2_E,
         HAS_SINK=plan.sink is not None,
