@@ -46,6 +46,7 @@ class TargetStates:
         self.taps = tuple(taps)
         self._norm: Any = decoder_layers(target.model)[1]
         self._head: Tensor = target.weights().head
+        self._checked = False
 
     def read(self, example: Example) -> Features:
         """Run the target over one example."""
@@ -62,11 +63,28 @@ class TargetStates:
         segments = [Segment(slot=i, start=0, ids=e.ids[:-1]) for i, e in enumerate(examples)]
         out = engine.forward(segments, logits_at=[0])
         final = self._norm(out.taps[last])
+        self._check(final[0], out.logits[0])
         states = {t: torch.split(out.taps[t], lengths) for t in self.taps}
         return [
             Features(taps=tuple(states[t][i] for t in self.taps), final=part, top=self._top(part, example))
             for i, (part, example) in enumerate(zip(torch.split(final, lengths), examples, strict=True))
         ]
+
+    def _check(self, final: Tensor, logits: Tensor) -> None:
+        """Make sure, once, that the head alone gives the target's logits.
+
+        Raises:
+            UserError: the target scales or caps them.
+        """
+        if self._checked:
+            return
+        own = (final @ self._head.T).float()
+        if float((own - logits).abs().max()) > 0.05 * float(logits.abs().max()):
+            raise UserError(
+                f"target {self.target.info.name!r} scales, shifts or caps its logits behind the head, which training "
+                "does not take into account yet"
+            )
+        self._checked = True
 
     def _top(self, final: Tensor, example: Example) -> Tensor:
         """Most probable next token of the answer rows; -1 before them: nobody is asked there."""
@@ -126,11 +144,10 @@ class TapCache:
         cache = cls(path=path, source=TargetStates(target, taps), budget=budget, _start={}, _rows=0)
         index = path / "index.jsonl"
         if index.exists():
-            for line in index.read_text().splitlines():
-                try:
-                    row = json.loads(line)
-                except json.JSONDecodeError:
-                    break
+            whole, _, torn = index.read_text().rpartition("\n")
+            if torn:
+                index.write_text(whole + "\n" if whole else "")
+            for row in map(json.loads, whole.splitlines()):
                 cache._start[row["key"]] = (row["start"], row["rows"])
                 cache._rows = row["start"] + row["rows"]
         return cache

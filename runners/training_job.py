@@ -31,6 +31,11 @@ from specbench.runners.targets import Target
 from specbench.runners.training_data import TapCache, TargetStates, to_examples
 
 
+_SAMPLE = 16
+"""Answers looked at to tell whether they are the target's own."""
+_LOW_AGREEMENT = 0.9
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingJob:
     """What ``specbench train`` does."""
@@ -128,6 +133,17 @@ def _source(
     return cache
 
 
+def agreement(examples: Sequence[Example], source: TapSource) -> float:
+    """Return the share of answer tokens that are the target's most probable ones: about 1 for its greedy answers."""
+    hits = total = 0
+    for example in examples:
+        first = len(example.prompt_ids) - 1
+        top = source.read(example).top[first:].cpu()
+        hits += int((top == torch.tensor(example.answer_ids)).sum())
+        total += len(example.answer_ids)
+    return hits / max(1, total)
+
+
 def run_job(
     job: TrainingJob,
     observer: TrainingObserver,
@@ -168,6 +184,12 @@ def run_job(
     sizes = drafter_sizes(target, job.sizes) | ({} if job.taps is None else {"taps": job.taps})
     configs = [make_config(target.info, len(vocabulary.target_ids), sizes, a.switches) for a in job.arms]
     source = _source(job, target, configs[0].taps, examples, observer)
+    share = agreement(examples[:_SAMPLE], source)
+    if share < _LOW_AGREEMENT:
+        observer.note(
+            f"only {share:.0%} of the answers' tokens are what {target.info.name} finds most probable: were they "
+            "sampled, or written by another model? specbench answers writes the target's own"
+        )
     data = TrainingData(examples=training, held_out=held_out, source=source)
     results: dict[str, float | None] = {}
     for arm, config in zip(job.arms, configs, strict=True):
