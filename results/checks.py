@@ -19,7 +19,7 @@ ROUND_RULES: Mapping[str, str] = {
     "num_accepted is above num_drafted": "num_accepted > num_drafted",
     "num_drafted is above k": "num_drafted > k",
     "num_emitted is neither num_accepted nor num_accepted + 1": "num_emitted - num_accepted NOT IN (0, 1)",
-    "weight is not above 0 and at most 1": "NOT (weight > 0 AND weight <= 1 + 1e-9)",
+    "weight is not above 0 and at most 1": "NOT (isfinite(weight) AND weight > 0 AND weight <= 1 + 1e-9)",
     "round is negative": '"round" < 0',
     "start is negative": '"start" < 0',
     "turn is negative": "turn < 0",
@@ -30,7 +30,11 @@ ROUND_RULES: Mapping[str, str] = {
     "margin is NaN": "isnan(margin)",
     "answer_path is neither free nor forced": "answer_path NOT IN ('free', 'forced')",
 }
-"""What is wrong, and the SQL condition that finds it."""
+"""What is wrong, and the SQL condition that finds it.
+
+Rules on floats ask isfinite first: Parquet statistics leave NaN out, so DuckDB may decide a bare
+comparison from the statistics and never see the NaN.
+"""
 
 ANSWER_RULES: Mapping[str, str] = {
     "turn is negative": "turn < 0",
@@ -39,7 +43,7 @@ ANSWER_RULES: Mapping[str, str] = {
     "bos_count is negative": "bos_count < 0",
     "temperature is negative or not finite": "NOT (temperature >= 0 AND isfinite(temperature))",
     "mean_entropy is negative or not finite": "NOT (mean_entropy >= 0 AND isfinite(mean_entropy))",
-    "distinct_bigrams is outside 0..1": "NOT (distinct_bigrams >= 0 AND distinct_bigrams <= 1)",
+    "distinct_bigrams is outside 0..1": "NOT (isfinite(distinct_bigrams) AND distinct_bigrams BETWEEN 0 AND 1)",
     "trace_seconds is negative or not finite": "NOT (trace_seconds >= 0 AND isfinite(trace_seconds))",
     "answer_path is neither free nor forced": "answer_path NOT IN ('free', 'forced')",
 }
@@ -47,6 +51,10 @@ ANSWER_RULES: Mapping[str, str] = {
 _ITEM = "run_id, suite, prompt_id, turn, condition, answer_path, drafter, runner, sampler, k"
 
 IDENTITIES: Mapping[str, str] = {
+    "one answer is there twice": """
+        SELECT prompt_id FROM answers WHERE error IS NULL
+        GROUP BY run_id, prompt_id, turn, condition, answer_path HAVING count(*) > 1
+    """,
     "the same round is there twice": f"""
         SELECT prompt_id FROM rounds
         GROUP BY {_ITEM}, seed, temperature, "round", "start", num_accepted HAVING count(*) > 1
@@ -70,10 +78,6 @@ IDENTITIES: Mapping[str, str] = {
         SELECT r.prompt_id FROM (
             SELECT DISTINCT run_id, suite, prompt_id, turn, condition, answer_path, ids_hash FROM rounds) r
         ANTI JOIN answers a USING (run_id, suite, prompt_id, turn, condition, answer_path, ids_hash)
-    """,
-    "one answer is there twice": """
-        SELECT prompt_id FROM answers WHERE error IS NULL
-        GROUP BY run_id, prompt_id, turn, condition, answer_path HAVING count(*) > 1
     """,
     "one prompt belongs to two suites": """
         SELECT prompt_id FROM answers GROUP BY run_id, prompt_id HAVING count(DISTINCT suite) > 1
@@ -112,8 +116,9 @@ def rule_problems(connection: Any, view: str, rules: Mapping[str, str]) -> Itera
     for (sentence, broken), count in zip(rules.items(), found, strict=True):
         if count:
             index = '"round"' if view == "rounds" else "turn"
-            query = f"SELECT prompt_id, {index} FROM {view} WHERE {broken} LIMIT 1"
-            prompt, number = connection.execute(query).fetchall()[0]
+            # Not WHERE: Parquet statistics leave NaN out, so a filter would skip the very row groups that hold it.
+            query = f"SELECT any_value((prompt_id, {index})) FILTER ({broken}) FROM {view}"
+            prompt, number = connection.execute(query).fetchall()[0][0]
             rows = "1 row" if count == 1 else f"{count} rows"
             yield f"{sentence} in {rows} (prompt {prompt!r}, {index.strip(chr(34))} {number})"
 

@@ -111,6 +111,7 @@ def whole_run(
     accepted: Mapping[str, Mapping[str, Sequence[Sequence[int]]]],
     k: int = 4,
     changes: Mapping[str, Any] | None = None,
+    version: str = "",
     **columns: Any,
 ) -> Path:
     """A run directory: accepted[condition][drafter][prompt] are accepted counts, equally long per prompt."""
@@ -120,7 +121,7 @@ def whole_run(
             keys = {"condition": condition, "family": condition.split("/")[0], **columns}
             for drafter, prompts in drafters.items():
                 for p, counts in enumerate(prompts):
-                    names = {"prompt_id": f"toy/{p}", "ids_hash": f"{p:016x}", **keys}
+                    names = {"prompt_id": f"toy/{p}", "ids_hash": f"{version}{p:016x}", **keys}
                     flush = work(counts, k, drafter=drafter, **names)
                     kept[0] += flush["rounds"]
                     kept[1] += flush["items"]
