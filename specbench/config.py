@@ -18,6 +18,8 @@ ANSWER_PATHS = ("free", "forced", "both")
 SAMPLERS = ("greedy", "match", "rejection")
 # How fast or where a run happens, and what is kept of it, does not change what it measures.
 _NOT_IDENTITY = ("out", "device", "batch_size", "keep_traces")
+# Count only where they are set, so that runs from before they existed keep their identity.
+_IDENTITY_IF_SET = ("engine", "url")
 
 TARGET_OPTIONS = (
     "suite",
@@ -75,6 +77,10 @@ class RunConfig:
     traces: str | None = None
     """A trace pack to score on instead of running a target; empty ``suite`` and ``perturb`` then mean all it holds."""
     keep_traces: bool = False
+    engine: tuple[str, ...] = ()
+    """``NAME=VALUE`` options of an engine runner (vllm, vllm-server)."""
+    url: str | None = None
+    """Of a server that runs already (vllm-server)."""
     trust_remote_code: bool = False
     out: str = "runs/latest"
 
@@ -94,10 +100,14 @@ class RunConfig:
             )
         if self.batch_size < 1:
             raise UserError("--batch-size must be 1 or more")
-        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0:
+        if not 0 <= self.temperature < float("inf") or not 0 < self.top_p <= 1 or self.top_k < 0:
             raise UserError("sampling needs --temperature >= 0, 0 < --top-p <= 1 and --top-k >= 0")
         if self.answer_path not in ANSWER_PATHS:
             raise unknown_name("answer path", self.answer_path, ANSWER_PATHS)
+        if self.answer_path != "free" and self.runner in ("decode", "vllm", "vllm-server"):
+            raise UserError(
+                f"--answer-path {self.answer_path} needs --runner replay; {self.runner} makes every answer itself"
+            )
         if self.sampler != "auto" and self.sampler not in SAMPLERS:
             raise unknown_name("sampler", self.sampler, ("auto", *SAMPLERS))
         if self.traces is not None and (self.keep_traces or self.runner != "replay"):
@@ -105,6 +115,9 @@ class RunConfig:
             raise UserError(f"--traces scores the answers a pack holds, no target runs: leave out {other}")
         if self.keep_traces and self.runner != "replay":
             raise UserError(f"--keep-traces needs --runner replay; the runner {self.runner} makes no traces")
+        if self.url is not None and self.runner != "vllm-server":
+            raise UserError(f"--url names a running server: it needs --runner vllm-server, not {self.runner}")
+        self.engine_options()
         if self.traces is None:
             self.check_sampler()
 
@@ -121,6 +134,22 @@ class RunConfig:
                 f"--sampler {self.sampler} needs --temperature above 0; greedy is what temperature 0 means"
             )
 
+    def engine_options(self) -> dict[str, str]:
+        """Return ``engine`` as a mapping.
+
+        Raises:
+            UserError: an entry is no NAME=VALUE, or comes twice.
+        """
+        options: dict[str, str] = {}
+        for text in self.engine:
+            name, equals, value = text.partition("=")
+            if not equals or not name or not value:
+                raise UserError(f"--engine takes NAME=VALUE, not {text!r}")
+            if name in options:
+                raise UserError(f"--engine {name} is given twice; leave one out")
+            options[name] = value
+        return options
+
     @property
     def resolved_sampler(self) -> str:
         """The sampler after ``auto`` is settled."""
@@ -130,7 +159,11 @@ class RunConfig:
 
     def identity(self) -> str:
         """16 hex digits that name what is measured: equal for two runs that must give the same rounds."""
-        settled = {k: v for k, v in asdict(self).items() if k not in _NOT_IDENTITY}
+        settled = {
+            k: v
+            for k, v in asdict(self).items()
+            if k not in _NOT_IDENTITY and (v or k not in _IDENTITY_IF_SET)
+        }
         return hashlib.sha256(json.dumps(settled, sort_keys=True).encode()).hexdigest()[:16]
 
     def to_json(self) -> dict[str, Any]:
@@ -142,12 +175,16 @@ class RunConfig:
         """Read back what :meth:`to_json` wrote.
 
         Raises:
-            UserError: an option this version does not know.
+            UserError: an option this version does not know, or a value of another type.
         """
-        known = {f.name for f in fields(cls)}
-        for name in values:
+        known = {f.name: str(f.type) for f in fields(cls)}
+        for name, value in values.items():
             if name not in known:
                 raise unknown_name("option", name, known)
+            if not _fits(value, known[name]):
+                raise UserError(
+                    f"the option {name!r} takes {known[name].replace(', ...', '')}, not {value!r}"
+                )
         options: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
         return cls(**options)
 
@@ -162,8 +199,31 @@ class RunConfig:
             content = json.loads(path.read_text())
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path} is not JSON: byte {error.start + 1} is not UTF-8") from error
         except json.JSONDecodeError as error:
             raise UserError(f"{path}, line {error.lineno}: not JSON ({error.msg})") from error
-        if not isinstance(content, dict):
-            raise UserError(f"{path} holds no run configuration")
-        return cls.from_json(content.get("config", content))
+        values = content.get("config", content) if isinstance(content, dict) else None
+        if not isinstance(values, dict):
+            raise UserError(f"{path} holds no run configuration; give a run.json that `specbench run` wrote")
+        try:
+            return cls.from_json(values)
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from error
+
+
+def _fits(value: Any, annotation: str) -> bool:
+    """Whether a JSON value is of a field's type as annotated: ``int | None``, ``tuple[str, ...]``."""
+    if annotation.startswith("tuple["):
+        inner = annotation.removeprefix("tuple[").removesuffix(", ...]")
+        return isinstance(value, list | tuple) and all(_fits(item, inner) for item in value)
+    for name in annotation.split(" | "):
+        if name == "None":
+            if value is None:
+                return True
+        elif name == "float":
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                return True
+        elif type(value).__name__ == name:
+            return True
+    return False

@@ -9,7 +9,9 @@ Example: ``registry.load("suites", "mtbench")`` returns the object that ``specbe
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Mapping
+from functools import lru_cache
 from importlib import metadata
 from typing import Any, Literal
 
@@ -26,12 +28,18 @@ _HOME: Mapping[str, str] = {
 }
 
 
+@lru_cache(maxsize=32)
+def _entry_points(kind: Kind, path: tuple[str, ...]) -> tuple[metadata.EntryPoint, ...]:
+    # reading the records of every installed package takes a while, and names are looked up many times in a run
+    return tuple(metadata.entry_points(group=f"specbench.{kind}"))
+
+
 def _table(kind: Kind) -> dict[str, tuple[str, str]]:
     """Map every name of ``kind`` to (where it is, which package says so)."""
     home = _HOME[kind]
     builtin: Mapping[str, str] = importlib.import_module(home).BUILTIN
     table = {name: (where, "specbench") for name, where in builtin.items()}
-    for entry in metadata.entry_points(group=f"specbench.{kind}"):
+    for entry in _entry_points(kind, tuple(sys.path)):
         package = entry.dist.name if entry.dist is not None else entry.value
         if entry.name in table:
             raise UserError(
