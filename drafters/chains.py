@@ -16,13 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from specbench.drafters.eagle3 import Eagle3Config, Eagle3Model, Layer, rotate
+from specbench.drafters.eagle3 import Eagle3Config, Eagle3Model, Layer
 from specbench.drafters.kernels.chain import chain_attention, chain_attention_stats
+from specbench.drafters.modules import rotate
 
 OnStep = Callable[[int, Tensor, Tensor], Tensor | None]
 """(step, active [R_j], post [R_j, H]) -> bool mask [R_j] of the chains that go on, or None for all.
@@ -49,6 +50,20 @@ class Probe(Protocol):
         ``rows`` [R] packed rows; ``hidden`` [R, H] hidden input (fused taps, later the fed-back state);
         ``embeds`` [R, H]; ``residual`` [R, H] raw residual after the last layer; ``state`` [R, H] fed back;
         with regions also ``mass`` [R, Hq, regions + step - 1] and ``entropy`` [R, Hq] of layer 0's attention.
+        """
+        ...
+
+
+@runtime_checkable
+class RecentProbe(Probe, Protocol):
+    """A probe that also wants to know how much attention stays near."""
+
+    @property
+    def recents(self) -> tuple[int, ...]:
+        """Numbers of last positions w, the query's own included, for the step to come.
+
+        With regions, ``on_step`` then receives ``recent`` [R, Hq, len(recents)]: the mass of those step-1 keys that
+        lie among the last w positions. A chain's own keys are not counted: ``mass`` holds each of them.
         """
         ...
 
@@ -165,11 +180,18 @@ class _Chains:
         sink = packed.sink if window is not None else None
         if self.probe is not None and self.probe.regions is not None and layer.index == 0:
             labels, count = self.probe.regions
-            out, mass, entropy = chain_attention_stats(
-                q, k, v, own_k, own_v, rows, packed.cu_seqlens,
-                window=window, sink=sink, q_sink=q_sink, labels=labels, num_regions=count,
-            )  # fmt: skip
+
+            def stats(recent: int | None) -> tuple[Tensor, Tensor, Tensor]:
+                return chain_attention_stats(
+                    q, k, v, own_k, own_v, rows, packed.cu_seqlens, recent=recent,
+                    window=window, sink=sink, q_sink=q_sink, labels=labels, num_regions=count,
+                )  # fmt: skip
+
+            out, mass, entropy = stats(None)
             self.seen |= {"mass": mass, "entropy": entropy}
+            recents = self.probe.recents if isinstance(self.probe, RecentProbe) else ()
+            if recents:
+                self.seen["recent"] = torch.stack([stats(w)[1][..., count] for w in recents], dim=-1)
             return out
         return chain_attention(
             q, k, v, own_k, own_v, rows, packed.cu_seqlens,
@@ -192,7 +214,8 @@ class _Chains:
             z, residual = self._first_inputs(layer, hidden, queries, perturb, block_rows or num_rows)
             out = self.attend(layer, z, queries)
             if index == 0 and queries is not rows and "mass" in self.seen:
-                self.seen |= {name: self.seen[name][rows] for name in ("mass", "entropy")}
+                names = ("mass", "entropy", "recent")
+                self.seen |= {name: self.seen[name][rows] for name in names if name in self.seen}
             hidden = layer.leave(z, residual, out)
         assert hidden is not None
         return hidden

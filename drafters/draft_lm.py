@@ -263,7 +263,7 @@ def create(argument: str | None, options: Mapping[str, str], target: TargetWeigh
     check_options("draft-lm", options, ())
     from transformers import AutoModelForCausalLM
 
-    from specbench.drafters.eagle3 import weights_fingerprint
+    from specbench.drafters.modules import weights_fingerprint
 
     try:
         model = AutoModelForCausalLM.from_pretrained(

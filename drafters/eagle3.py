@@ -13,25 +13,20 @@ Example:
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specbench.drafters.modules import DEFAULT_ROPE, MLP, Attention, DrafterModel, Head, RMSNorm, Rope, linear
 from specbench.errors import UserError
 from specbench.types import TargetInfo, TargetWeights
 
 Feedback = Literal["pre", "post"]
 Sink = Literal["none", "bos", "first4", "system"]
 Positions = Literal["absolute", "repacked"]
-Head = Literal["own", "target", "target_rows"]
-
-DEFAULT_ROPE: Mapping[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
 
 
 def default_taps(num_layers: int) -> tuple[int, ...]:
@@ -177,127 +172,6 @@ class Eagle3Config:
         }
 
 
-def _linear(num_in: int, num_out: int, bias: bool, dtype: torch.dtype, device: torch.device) -> nn.Linear:
-    """A linear map whose weights wait to be loaded or drawn: the global random generator is left alone."""
-    return nn.Linear(num_in, num_out, bias=bias, device="meta", dtype=dtype).to_empty(device=device)
-
-
-class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension, in float32 inside."""
-
-    def __init__(self, width: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width, dtype=dtype, device=device))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the normed ``x`` [..., width]."""
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
-
-
-class Rope:
-    """Rotary positions through transformers, with frequencies fixed at construction.
-
-    Length-dependent scalings (``longrope``, ``dynamic``) are taken at the configured number of positions,
-    whatever the sequence at hand, so that a token's key does not depend on what it is packed with.
-    """
-
-    def __init__(self, config: Eagle3Config) -> None:
-        from transformers import LlamaConfig
-        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-        if float(config.rope.get("partial_rotary_factor") or 1.0) != 1.0:
-            raise UserError("partial_rotary_factor other than 1 is not supported for EAGLE-3 drafters")
-        hf = LlamaConfig(
-            hidden_size=config.hidden_size,
-            num_attention_heads=config.num_heads,
-            head_dim=config.head_dim,
-            max_position_embeddings=config.max_positions,
-            rope_parameters=dict(config.rope),
-        )
-        kind = hf.rope_parameters["rope_type"]
-        if kind == "longrope":
-            frequencies, scale = ROPE_INIT_FUNCTIONS[kind](hf, None, seq_len=config.max_positions)
-        else:
-            embedding = LlamaRotaryEmbedding(hf)
-            frequencies, scale = embedding.inv_freq, embedding.attention_scaling
-        self.frequencies: Tensor = frequencies.float()
-        self.scale = float(scale)
-
-    def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin, each [len(positions), 1, head_dim]."""
-        if self.frequencies.device != positions.device:
-            self.frequencies = self.frequencies.to(positions.device)
-        angles = positions[:, None].float() * self.frequencies
-        angles = torch.cat((angles, angles), dim=-1)[:, None]
-        return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
-
-
-def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate ``x`` [n, heads, D] by ``Rope.tables``; halves are paired, as in Llama."""
-    cos, sin = tables
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
-
-
-class Attention(nn.Module):
-    """Projections of one layer's attention; the softmax itself is the caller's."""
-
-    def __init__(self, config: Eagle3Config, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        c, d = config, config.head_dim
-        self.head_dim = d
-        self.q_proj = _linear(width, c.num_heads * d, c.qkv_bias, dtype, device)
-        self.k_proj = _linear(width, c.num_kv_heads * d, c.qkv_bias, dtype, device)
-        self.v_proj = _linear(width, c.num_kv_heads * d, c.qkv_bias, dtype, device)
-        self.o_proj = _linear(c.num_heads * d, c.hidden_size, c.o_bias, dtype, device)
-        self.g_proj = _linear(width, c.num_heads * d, False, dtype, device) if c.gate else None
-        self.q_norm = RMSNorm(d, c.rms_norm_eps, dtype, device) if c.qk_norm else None
-        self.k_norm = RMSNorm(d, c.rms_norm_eps, dtype, device) if c.qk_norm else None
-
-    def queries(self, z: Tensor) -> Tensor:
-        """Return queries [n, Hq, D] before rotation."""
-        q: Tensor = self.q_proj(z).unflatten(-1, (-1, self.head_dim))
-        if self.q_norm is not None:
-            q = self.q_norm(q)
-        return q
-
-    def keys_values(self, z: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return rotated keys and values, each [n, Hkv, D]."""
-        k = self.k_proj(z).unflatten(-1, (-1, self.head_dim))
-        if self.k_norm is not None:
-            k = self.k_norm(k)
-        return rotate(k, tables), self.v_proj(z).unflatten(-1, (-1, self.head_dim))
-
-    def output(self, z: Tensor, attended: Tensor) -> Tensor:
-        """Return the residual's update from ``attended`` [n, Hq, D], gated by ``z`` if so switched."""
-        flat = attended.flatten(-2)
-        if self.g_proj is not None:
-            flat = flat * torch.sigmoid(self.g_proj(z))
-        out: Tensor = self.o_proj(flat)
-        return out
-
-
-class MLP(nn.Module):
-    """down(act(gate(x)) * up(x))."""
-
-    def __init__(self, config: Eagle3Config, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        from transformers.activations import ACT2FN
-
-        h, i, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_proj = _linear(h, i, bias, dtype, device)
-        self.up_proj = _linear(h, i, bias, dtype, device)
-        self.down_proj = _linear(i, h, bias, dtype, device)
-        self.act = ACT2FN[config.hidden_act]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the update [..., H]."""
-        out: Tensor = self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
-        return out
-
-
 class Layer(nn.Module):
     """One decoder layer. Layer 0 reads cat(norm(embedding), norm(hidden)); later ones read norm(hidden)."""
 
@@ -327,16 +201,10 @@ class Layer(nn.Module):
         return residual + update
 
 
-class Eagle3Model(nn.Module):
-    """A drafter's weights, and the target's tensors that it shares.
+class Eagle3Model(DrafterModel):
+    """A drafter's weights, and the target's tensors that it shares."""
 
-    Shared tensors are non-persistent buffers: they follow ``.to()`` and never land in ``state_dict``.
-    """
-
-    embed_table: Tensor | None
-    head_table: Tensor | None
-    target_ids: Tensor
-    draft_ids: Tensor
+    config: Eagle3Config
 
     def __init__(
         self,
@@ -356,39 +224,13 @@ class Eagle3Model(nn.Module):
         Raises:
             UserError: shared tensors do not fit the drafter's sizes.
         """
-        super().__init__()
-        self.config = c = config
         dtype, device = dtype or target.embed.dtype, target.embed.device
-        check_target(config, target)
-        ids = torch.arange(c.draft_vocab_size) if target_ids is None else torch.as_tensor(target_ids)
-        assert ids.shape == (c.draft_vocab_size,)
-        ids = ids.to(device=device, dtype=torch.int64)
-        self.register_buffer("target_ids", ids, persistent=False)
-        lookup = torch.full((c.vocab_size,), -1, dtype=torch.int64, device=device)
-        lookup[ids] = torch.arange(c.draft_vocab_size, device=device)
-        self.register_buffer("draft_ids", lookup, persistent=False)
-
-        shared_embed = None if c.own_embed else target.embed.detach().to(dtype)
-        self.register_buffer("embed_table", shared_embed, persistent=False)
-        self.embed_tokens = (
-            nn.Embedding(c.vocab_size, c.hidden_size, device="meta", dtype=dtype).to_empty(device=device)
-            if c.own_embed
-            else None
-        )
-        shared_head = {
-            "own": None,
-            "target": target.head,
-            "target_rows": target.head[ids] if c.head == "target_rows" else None,
-        }[c.head]
-        self.register_buffer(
-            "head_table", None if shared_head is None else shared_head.detach().to(dtype), persistent=False
-        )
-        self.lm_head = (
-            _linear(c.hidden_size, c.draft_vocab_size, False, dtype, device) if c.head == "own" else None
-        )
-
+        super().__init__(config, target, target_ids, dtype)
+        c = config
+        if float(c.rope.get("partial_rotary_factor") or 1.0) != 1.0:
+            raise UserError("partial_rotary_factor other than 1 is not supported for EAGLE-3 drafters")
         width = len(c.taps) * c.target_hidden_size
-        self.fc = _linear(width, c.hidden_size, c.fc_bias, dtype, device) if c.fc else None
+        self.fc = linear(width, c.hidden_size, c.fc_bias, dtype, device) if c.fc else None
         self.input_norm = RMSNorm(width, c.rms_norm_eps, dtype, device) if c.norm_joint else None
         self.fc_norm = (
             nn.ModuleList(RMSNorm(c.target_hidden_size, c.rms_norm_eps, dtype, device) for _ in c.taps)
@@ -397,32 +239,7 @@ class Eagle3Model(nn.Module):
         )
         self.layers = nn.ModuleList(Layer(c, i, dtype, device) for i in range(c.num_layers))
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype, device)
-        self.rope = Rope(c)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the weights."""
-        return self.norm.weight.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Where the weights are."""
-        return self.norm.weight.device
-
-    def init_weights(self, generator: torch.Generator, std: float = 0.02) -> None:
-        """Draw every matrix from N(0, std^2); norms start at 1, biases at 0.
-
-        Args:
-            generator: on the CPU; the draw does not depend on the device.
-            std: standard deviation.
-        """
-        with torch.no_grad():
-            for name, parameter in self.named_parameters():
-                if parameter.dim() > 1:
-                    draw = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
-                    parameter.copy_(draw * std)
-                else:
-                    parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+        self.rope = Rope(c.rope, c.head_dim, c.max_positions)
 
     def fuse(self, taps: Sequence[Tensor]) -> Tensor:
         """Return the hidden input [n, H] of step 1 from the taps, each [n, H_target]."""
@@ -436,66 +253,6 @@ class Eagle3Model(nn.Module):
             x = self.fc(x)
         return x
 
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """Return embeddings [n, H] of target token ids [n]."""
-        table = self.embed_table if self.embed_tokens is None else self.embed_tokens.weight
-        assert table is not None
-        return F.embedding(token_ids, table)
-
-    def head_weight(self) -> Tensor:
-        """Return the output matrix [draft_vocab_size, H]."""
-        weight = self.head_table if self.lm_head is None else self.lm_head.weight
-        assert weight is not None
-        return weight
-
-    def logits(self, post: Tensor) -> Tensor:
-        """Return logits [n, draft_vocab_size] of final-norm outputs [n, H]."""
-        logits = F.linear(post, self.head_weight())
-        return logits if self.config.logit_scale == 1.0 else logits * self.config.logit_scale
-
     def feedback(self, pre: Tensor, post: Tensor) -> Tensor:
         """Return what the next step receives as its hidden input."""
         return post if self.config.feedback == "post" else pre
-
-    def fingerprint(self) -> str:
-        """Return SHA-256 over configuration, vocabulary map and weights, the first 16 hex digits."""
-        config = json.dumps(asdict(self.config), sort_keys=True, default=str)
-        return weights_fingerprint(config, self.state_dict() | {"target_ids": self.target_ids})
-
-
-def weights_fingerprint(config: str, tensors: Mapping[str, Tensor]) -> str:
-    """Return SHA-256 over a configuration's text and named tensors, the first 16 hex digits."""
-    digest = hashlib.sha256(config.encode())
-    for name in sorted(tensors):
-        digest.update(name.encode())
-        digest.update(tensors[name].detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()[:16]
-
-
-def check_target(config: Eagle3Config, target: TargetWeights) -> None:
-    """Refuse a drafter that was made for another target.
-
-    Raises:
-        UserError: widths, vocabularies or taps differ.
-    """
-    info = target.info
-    if config.target_hidden_size != info.hidden_size:
-        raise UserError(
-            f"the drafter expects a target of width {config.target_hidden_size}, but {info.name} has "
-            f"{info.hidden_size}; it was trained for another target"
-        )
-    if config.vocab_size != info.vocab_size:
-        raise UserError(
-            f"the drafter expects a target with {config.vocab_size} tokens, but {info.name} has "
-            f"{info.vocab_size}; it was trained for another tokenizer"
-        )
-    outside = [t for t in config.taps if not 0 <= t <= info.num_layers]
-    if outside:
-        raise UserError(f"tap {outside[0]} does not exist: {info.name} has taps 0..{info.num_layers}")
-    shares_embed = not config.own_embed
-    if (shares_embed or config.head != "own") and config.hidden_size != info.hidden_size:
-        what = "embeddings" if shares_embed else "head"
-        raise UserError(
-            f"the drafter's width {config.hidden_size} differs from {info.name}'s {info.hidden_size}, so it "
-            f"cannot share the target's {what}; the checkpoint must hold its own"
-        )

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from specbench.drafters.chains import sink_span
-from specbench.drafters.eagle3 import Eagle3Model, Layer, rotate
+from specbench.drafters.eagle3 import Eagle3Model, Layer
+from specbench.drafters.modules import rotate
 from specbench.types import Proposal
 
 

@@ -11,21 +11,22 @@ notes).flags["norm_output"]``
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from specbench.errors import SpecbenchWarning, UserError
 
 
-def _words(text: str) -> frozenset[str]:
+def words(text: str) -> frozenset[str]:
+    """Return the words of ``text``."""
     return frozenset(text.split())
 
 
 FLAGS = ("norm_output", "fc_norm", "norm_before_fc", "norm_before_residual", "attn_output_gate")
 """Switches of the computation; all default to false in the plain layout."""
 
-_SIZES = _words(
+_SIZES = words(
     """
     hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim num_hidden_layers
     vocab_size draft_vocab_size target_hidden_size rms_norm_eps hidden_act rope_theta rope_scaling
@@ -34,7 +35,7 @@ _SIZES = _words(
     eagle_aux_hidden_state_layer_ids
     """
 )
-_HARMLESS = _words(
+HARMLESS = words(
     """
     _name_or_path architectures model_type auto_map torch_dtype dtype transformers_version use_cache
     initializer_range attention_dropout pretraining_tp tie_word_embeddings bos_token_id eos_token_id
@@ -73,7 +74,7 @@ _EAGLE_NEUTRAL: Mapping[str, tuple[Any, str]] = {
     "parallel_draft_step": (1, "parallel drafting"),
 }
 _SPECBENCH_KEYS = frozenset({"head", "sink", "positions", "trained_depth"})
-_SPECULATORS_KEYS = _words(
+_SPECULATORS_KEYS = words(
     """
     speculators_model_type speculators_version speculators_config transformer_layer_config
     draft_vocab_size target_hidden_size norm_before_residual norm_before_fc fc_norm norm_output
@@ -132,12 +133,12 @@ def _read_plain(config: Mapping[str, Any], notes: Notes) -> Facts:
     own = config.get("specbench") or {}
     _check_neutral(config, _NEUTRAL)
     _check_neutral(eagle, _EAGLE_NEUTRAL, "eagle_config.")
-    known = _SIZES | _HARMLESS | _BLOCKS | set(FLAGS) | set(_NEUTRAL) | _generation_keys()
-    _warn_unknown(config, known, "", notes)
+    known = _SIZES | _BLOCKS | set(FLAGS) | set(_NEUTRAL)
+    warn_unknown(config, known, "", notes)
     known_eagle = {"eagle_aux_hidden_state_layer_ids", "use_aux_hidden_state", "norm_before_fc"} | set(
         _EAGLE_NEUTRAL
     )
-    _warn_unknown(eagle, known_eagle, "eagle_config.", notes)
+    warn_unknown(eagle, known_eagle, "eagle_config.", notes)
     _check_own(own)
     flags = {name: _flag(config, name) for name in FLAGS}
     if "norm_before_fc" in eagle:
@@ -177,23 +178,14 @@ def _read_speculators(config: Mapping[str, Any], notes: Notes) -> Facts:
     if not isinstance(layer, dict):
         raise UserError("this speculators config.json lacks transformer_layer_config")
     _check_neutral(layer, _NEUTRAL, "transformer_layer_config.")
-    known = _SIZES | _HARMLESS | set(_NEUTRAL) | _generation_keys()
-    _warn_unknown(layer, known, "transformer_layer_config.", notes)
-    _warn_unknown(config, _SPECULATORS_KEYS | _HARMLESS | _generation_keys(), "", notes)
+    known = _SIZES | set(_NEUTRAL)
+    warn_unknown(layer, known, "transformer_layer_config.", notes)
+    warn_unknown(config, _SPECULATORS_KEYS, "", notes)
     if layer.get("model_type", "llama") not in ("llama", "qwen3"):
         raise UserError(
             f"transformer_layer_config.model_type {layer['model_type']!r} is neither llama nor qwen3"
         )
-    proposal = config.get("speculators_config") or {}
-    depth = None
-    for method in proposal.get("proposal_methods") or ():
-        depth = depth or method.get("speculative_tokens")
-        if (method.get("verifier_accept_k") or 1) > 1 or (method.get("accept_tolerance") or 0) > 0:
-            raise UserError(
-                "speculators_config asks for lossy acceptance (verifier_accept_k above 1 or "
-                "accept_tolerance above 0); "
-                "specbench measures lossless decoding only: set them to 1 and 0"
-            )
+    depth = check_lossless(config)
     flags = {name: _flag(config, name) for name in FLAGS}
     if "norm_before_residual" not in config:
         flags["norm_before_residual"] = True
@@ -211,6 +203,25 @@ def _read_speculators(config: Mapping[str, Any], notes: Notes) -> Facts:
         taps=_ids(config.get("eagle_aux_hidden_state_layer_ids")),
         trained_depth=depth,
     )
+
+
+def check_lossless(config: Mapping[str, Any]) -> int | None:
+    """Return the draft tokens that a speculators config.json proposes; None where it does not say.
+
+    Raises:
+        UserError: it asks for lossy acceptance.
+    """
+    proposal = config.get("speculators_config") or {}
+    depth = None
+    for method in proposal.get("proposal_methods") or ():
+        depth = depth or method.get("speculative_tokens")
+        if (method.get("verifier_accept_k") or 1) > 1 or (method.get("accept_tolerance") or 0) > 0:
+            raise UserError(
+                "speculators_config asks for lossy acceptance (verifier_accept_k above 1 or "
+                "accept_tolerance above 0); "
+                "specbench measures lossless decoding only: set them to 1 and 0"
+            )
+    return depth
 
 
 def _flag(config: Mapping[str, Any], name: str, default: bool = False) -> bool:
@@ -240,10 +251,9 @@ def _check_neutral(config: Mapping[str, Any], table: Mapping[str, tuple[Any, str
             )
 
 
-def _warn_unknown(
-    config: Mapping[str, Any], known: frozenset[str] | set[str], prefix: str, notes: Notes
-) -> None:
-    for key in sorted(set(config) - known):
+def warn_unknown(config: Mapping[str, Any], known: Iterable[str], prefix: str, notes: Notes) -> None:
+    """Warn of every key that nobody reads and that is not known to be harmless."""
+    for key in sorted(set(config) - set(known) - HARMLESS - _generation_keys()):
         notes.warn(
             f"config.json: {prefix}{key} is not known here and has no effect; if it changes the computation, "
             "the "

@@ -15,17 +15,9 @@ from torch import Tensor
 
 from specbench.drafters.checkpoints.files import find, read_config, read_tensors
 from specbench.drafters.checkpoints.layouts import Facts, Notes, read_layout
-from specbench.drafters.eagle3 import (
-    DEFAULT_ROPE,
-    Eagle3Config,
-    Eagle3Model,
-    Feedback,
-    Head,
-    Positions,
-    Sink,
-    check_target,
-    default_taps,
-)
+from specbench.drafters.checkpoints.strict import check_weights, on_meta, rope_parameters, same, target_ids
+from specbench.drafters.eagle3 import Eagle3Config, Eagle3Model, Feedback, Positions, Sink, default_taps
+from specbench.drafters.modules import Head, check_target
 from specbench.drafters.resolve import check_options
 from specbench.errors import UserError, unknown_name
 from specbench.types import TargetWeights
@@ -73,12 +65,18 @@ def load_checkpoint(where: str, target: TargetWeights, options: Mapping[str, str
     if options.get("input_norm") == "bypass":
         weights = {n: t for n, t in weights.items() if not n.startswith(("fc_norm.", "input_norm."))}
     embed = weights.get("embed_tokens.weight")
-    if embed is not None and _same(embed, target.embed):
+    if embed is not None and same(embed, target.embed):
         del weights["embed_tokens.weight"]
     config = _config(facts, weights, target, options, notes)
     check_target(config, target)
-    ids = _target_ids(config, maps, options, notes)
-    _check_weights(config, weights, target)
+    if options.get("vocab_map") == "identity":
+        ids = torch.arange(config.draft_vocab_size)
+    else:
+        ids = target_ids(config.draft_vocab_size, config.vocab_size, maps, notes)
+    # the layout alone, on no device: shapes are all that is wanted
+    with torch.device("meta"):
+        needed = Eagle3Model(config, on_meta(target)).state_dict()
+    check_weights(weights, needed, _hint)
     model = Eagle3Model(config, target, ids)
     model.load_state_dict({n: t.to(model.dtype) for n, t in weights.items()}, strict=True)
     for name, value in options.items():
@@ -164,7 +162,7 @@ def _config(
         rms_norm_eps=float(sizes.get("rms_norm_eps") or 1e-6),
         hidden_act=str(sizes.get("hidden_act") or "silu"),
         logit_scale=float(sizes.get("logit_scale") or 1.0),
-        rope=_rope(sizes),
+        rope=rope_parameters(sizes),
         max_positions=int(sizes.get("max_position_embeddings") or 2048),
         trained_depth=facts.trained_depth,
         **biases,
@@ -315,54 +313,6 @@ def _biases(facts: Facts, weights: Mapping[str, Tensor]) -> dict[str, Any]:
     return {name: tensor in weights for name, tensor in tensors.items()}
 
 
-def _rope(sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``rope_parameters`` from either generation of keys."""
-    found = dict(sizes.get("rope_scaling") or sizes.get("rope_parameters") or {})
-    found["rope_type"] = found.pop("type", None) or found.get("rope_type") or "default"
-    theta = found.get("rope_theta") or sizes.get("rope_theta") or DEFAULT_ROPE["rope_theta"]
-    return found | {"rope_theta": float(theta)}
-
-
-def _target_ids(
-    config: Eagle3Config, maps: Mapping[str, Tensor], options: Mapping[str, str], notes: Notes
-) -> Tensor:
-    """Return the target id of each draft id, checked against every invariant of d2t and t2d.
-
-    Raises:
-        UserError: the maps contradict each other, the vocabulary or the order.
-    """
-    size, vocab = config.draft_vocab_size, config.vocab_size
-    identity = torch.arange(size)
-    if options.get("vocab_map") == "identity":
-        return identity
-    offsets, mask = maps.get("d2t"), maps.get("t2d")
-    if offsets is None:
-        if size < vocab:
-            raise UserError(
-                f"d2t is missing, so the {size} draft tokens cannot be told; the checkpoint is incomplete "
-                "(@vocab_map=identity takes the first ones)"
-            )
-        return identity
-    if offsets.shape != (size,):
-        raise UserError(f"d2t has shape {tuple(offsets.shape)}, but the draft vocabulary has {size} tokens")
-    ids = identity + offsets.to(torch.int64)
-    if int(ids.min()) < 0 or int(ids.max()) >= vocab:
-        raise UserError(
-            f"d2t points at token {int(ids.max())}, outside the target's {vocab}; it holds offsets, not ids"
-        )
-    if not bool((ids.diff() > 0).all()):
-        raise UserError("d2t does not give ascending target ids; it must hold offsets (target id - draft id)")
-    if mask is not None and (mask.shape != (vocab,) or not torch.equal(mask.nonzero().flatten(), ids)):
-        raise UserError("t2d and d2t name different tokens; the vocabulary maps were not saved together")
-    if size < vocab and not bool(offsets.any()):
-        notes.warn(
-            f"d2t is all zeros with {size} of {vocab} tokens: the vocabulary map was probably never filled "
-            "in. "
-            "Train or export again; @vocab_map=identity says that it is meant"
-        )
-    return ids
-
-
 _HINTS: Mapping[str, str] = {
     "fc_norm.": "set fc_norm to true in config.json, or take the tensors out",
     "input_norm.": "set norm_before_fc to true in config.json, or take the tensors out",
@@ -370,33 +320,7 @@ _HINTS: Mapping[str, str] = {
 }
 
 
-def _check_weights(config: Eagle3Config, weights: Mapping[str, Tensor], target: TargetWeights) -> None:
-    """Compare names and shapes with what the configuration needs.
-
-    Raises:
-        UserError: naming the first tensor that is missing, unused or of another shape.
-    """
-    # the layout alone, on no device: shapes are all that is wanted
-    with torch.device("meta"):
-        empty = TargetWeights(info=target.info, embed=target.embed.to("meta"), head=target.head.to("meta"))
-        needed = Eagle3Model(config, empty).state_dict()
-    for name in sorted(set(weights) - set(needed)):
-        hint = next((h for prefix, h in _HINTS.items() if name.startswith(prefix)), None)
-        if "g_proj" in name:
-            hint = "set attn_output_gate to true in config.json, or take the tensor out"
-        raise UserError(
-            f"the checkpoint holds {name}, which config.json gives no use for; {hint or 'take it out'}"
-        )
-    for name in sorted(set(needed) - set(weights)):
-        raise UserError(f"the checkpoint lacks {name}, which config.json asks for; the file is incomplete")
-    for name, tensor in weights.items():
-        if tensor.shape != needed[name].shape:
-            raise UserError(
-                f"{name} has shape {list(tensor.shape)}, but config.json asks for {list(needed[name].shape)}"
-            )
-        if not tensor.is_floating_point():
-            raise UserError(f"{name} is {tensor.dtype}: quantized weights are not supported")
-
-
-def _same(ours: Tensor, theirs: Tensor) -> bool:
-    return ours.shape == theirs.shape and torch.equal(ours.to(theirs.dtype), theirs.cpu())
+def _hint(name: str) -> str | None:
+    if "g_proj" in name:
+        return "set attn_output_gate to true in config.json, or take the tensor out"
+    return next((h for prefix, h in _HINTS.items() if name.startswith(prefix)), None)

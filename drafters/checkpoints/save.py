@@ -7,7 +7,6 @@ target)``
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from specbench.drafters.checkpoints.load import load_checkpoint
+from specbench.drafters.checkpoints.write import layer_config, write_checkpoint
 from specbench.drafters.eagle3 import Eagle3Config, Eagle3Model
 from specbench.errors import UserError, unknown_name
 from specbench.types import TargetWeights
@@ -39,7 +39,7 @@ def save_drafter(model: Eagle3Model, path: Path, *, extra: Mapping[str, Tensor] 
     own = _own_block(model.config)
     if own:
         config["specbench"] = own
-    _write(path, config, _tensors(model) | dict(extra or {}))
+    write_checkpoint(path, config, _tensors(model) | dict(extra or {}))
 
 
 def export(where: str, format: str, out: Path, target: TargetWeights) -> None:
@@ -56,16 +56,26 @@ def export(where: str, format: str, out: Path, target: TargetWeights) -> None:
     """
     if format not in get_args(Format):
         raise unknown_name("export format", format, get_args(Format))
-    model = load_checkpoint(where, target).model
+    export_model(load_checkpoint(where, target).model, format, out, target)
+
+
+def export_model(model: Eagle3Model, format: str, out: Path, target: TargetWeights) -> None:
+    """Write a drafter in memory in a published layout; see ``export``.
+
+    Raises:
+        UserError: the format is unknown or cannot express the drafter.
+    """
+    if format not in get_args(Format):
+        raise unknown_name("export format", format, get_args(Format))
     _refuse(model.config, format)
     extra = {}
     if model.config.head == "target_rows":
         extra["lm_head.weight"] = model.head_weight()
     if format == "speculators":
         tensors = {re.sub(r"^midlayer\.", "layers.0.", n): t for n, t in (_tensors(model) | extra).items()}
-        _write(out, _speculators_config(model, target), tensors)
+        write_checkpoint(out, _speculators_config(model, target), tensors)
         return
-    _write(out, plain_config(model.config, model.dtype), _tensors(model) | extra)
+    write_checkpoint(out, plain_config(model.config, model.dtype), _tensors(model) | extra)
 
 
 def plain_config(config: Eagle3Config, dtype: torch.dtype) -> dict[str, Any]:
@@ -74,7 +84,7 @@ def plain_config(config: Eagle3Config, dtype: torch.dtype) -> dict[str, Any]:
     published: dict[str, Any] = {
         "architectures": ["Eagle3Qwen3ForCausalLM" if c.qk_norm else "LlamaForCausalLMEagle3"],
         "model_type": "qwen3" if c.qk_norm else "llama",
-        **_layer_config(c),
+        **layer_config(c),
         "draft_vocab_size": c.draft_vocab_size,
         "target_hidden_size": c.target_hidden_size,
         "norm_output": c.feedback == "post",
@@ -97,41 +107,6 @@ def plain_config(config: Eagle3Config, dtype: torch.dtype) -> dict[str, Any]:
     if c.gate:
         published["attn_output_gate"] = True
     return published
-
-
-def _layer_config(c: Eagle3Config) -> dict[str, Any]:
-    """Return the keys of one transformer layer, shared by all layouts."""
-    layer: dict[str, Any] = {
-        "hidden_size": c.hidden_size,
-        "intermediate_size": c.intermediate_size,
-        "num_attention_heads": c.num_heads,
-        "num_key_value_heads": c.num_kv_heads,
-        "head_dim": c.head_dim,
-        "num_hidden_layers": c.num_layers,
-        "vocab_size": c.vocab_size,
-        "rms_norm_eps": c.rms_norm_eps,
-        "hidden_act": c.hidden_act,
-        "max_position_embeddings": c.max_positions,
-        "attention_bias": c.qkv_bias or c.o_bias,
-        "mlp_bias": c.mlp_bias,
-        "tie_word_embeddings": False,
-        "rope_parameters": dict(c.rope),
-        "rope_theta": c.rope["rope_theta"],
-    }
-    if c.o_bias and not c.qkv_bias:
-        layer["qkv_bias"] = False
-    if c.rope["rope_type"] != "default":
-        layer["rope_scaling"] = dict(c.rope)
-    if any(c.windows):
-        windows = [c.window(i) for i in range(c.num_layers)]
-        sizes = {w for w in windows if w is not None}
-        if len(sizes) > 1:
-            raise UserError(
-                f"the layers' windows {windows} differ, which config.json cannot say; use one window"
-            )
-        layer["layer_types"] = ["full_attention" if w is None else "sliding_attention" for w in windows]
-        layer["sliding_window"] = sizes.pop()
-    return layer
 
 
 def _own_block(config: Eagle3Config) -> dict[str, Any]:
@@ -171,7 +146,7 @@ def _speculators_config(model: Eagle3Model, target: TargetWeights) -> dict[str, 
         "norm_output": c.feedback == "post",
         "embed_requires_grad": False,
         "eagle_aux_hidden_state_layer_ids": list(c.taps),
-        "transformer_layer_config": {"model_type": "qwen3" if c.qk_norm else "llama", **_layer_config(c)},
+        "transformer_layer_config": {"model_type": "qwen3" if c.qk_norm else "llama", **layer_config(c)},
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
@@ -229,15 +204,3 @@ def _refuse(c: Eagle3Config, format: str) -> None:
         )
     if c.fc_bias:
         raise UserError("an fc bias cannot be exported: no engine reads one")
-
-
-def _write(path: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    from safetensors.torch import save_file
-
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        ready = {n: t.detach().cpu().contiguous() for n, t in tensors.items()}
-        save_file(ready, path / "model.safetensors", metadata={"format": "pt"})
-        (path / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write the drafter to {path}: {error.strerror or error}") from error

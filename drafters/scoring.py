@@ -1,0 +1,196 @@
+"""What all drafters with weights share in scoring: packing traces, and judging every step against them.
+
+Example:
+    packed, rows = pack_traces(traces, taps=(2, 15, 27), name="eagle3", device=torch.device("cpu"))
+    judge = Judge(model, packed, rows, traces, ScoreRequest(depth=8))
+    run_chains(model, packed, rows, 8, judge)
+    judge.results(traces)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specbench.drafters.chains import Packed
+from specbench.drafters.modules import DrafterModel
+from specbench.errors import UserError
+from specbench.types import PositionScores, RenderedPrompt, ScoreRequest, Trace
+
+PACK_BYTES = 512 * 2**20
+"""Bound on what one pack's rows take while they are scored."""
+LOGIT_BYTES = 128 * 2**20
+"""Bound on one block of logits."""
+
+
+def check_sampler(traces: Sequence[Trace], request: ScoreRequest) -> None:
+    """Refuse rejection sampling on greedy traces.
+
+    Raises:
+        UserError: naming the first such trace.
+    """
+    if request.sampler != "rejection":
+        return
+    greedy = next((t for t in traces if t.sampling.greedy), None)
+    if greedy is not None:
+        raise UserError(
+            f"rejection sampling needs sampled answers, but {greedy.prompt.prompt_id!r} was traced "
+            "at temperature 0; trace at a temperature above 0 or use the greedy sampler"
+        )
+
+
+def groups(traces: Sequence[Trace], row_bytes: int) -> Iterator[Sequence[Trace]]:
+    """Cut ``traces`` into runs whose rows of ``row_bytes`` fit ``PACK_BYTES``; one that does not goes alone."""
+    limit = PACK_BYTES // row_bytes
+    group: list[Trace] = []
+    total = 0
+    for trace in traces:
+        if group and total + len(trace.ids) > limit:
+            yield group
+            group, total = [], 0
+        group.append(trace)
+        total += len(trace.ids)
+    if group:
+        yield group
+
+
+def pack_traces(
+    traces: Sequence[Trace],
+    *,
+    taps: Sequence[int],
+    name: str,
+    device: torch.device,
+    sinks: Sequence[tuple[int, int]] | None = None,
+) -> tuple[Packed, Tensor]:
+    """Pack traces, and return the packed rows of all their round starts in order.
+
+    Args:
+        traces: with every one of ``taps``.
+        taps: ``hidden_states`` indices.
+        name: the drafter's, for the error.
+        device: where the result lies.
+        sinks: per trace (start, end) positions that stay visible in spite of a window.
+
+    Returns:
+        The packing, and rows [sum of A-1] int64: round s of a trace hangs on position P + s - 1.
+
+    Raises:
+        UserError: a trace lacks a tap.
+    """
+    for trace in traces:
+        missing = [t for t in taps if t not in trace.taps]
+        if missing:
+            raise UserError(
+                f"drafter {name!r} needs tap {missing[0]}, but the trace of "
+                f"{trace.prompt.prompt_id!r} holds {sorted(trace.taps)}; "
+                "trace again with this drafter in the list"
+            )
+    packed = Packed.build([(torch.tensor(t.ids), [t.taps[i] for i in taps]) for t in traces], sinks, device)
+    starts = packed.cu_seqlens[:-1].tolist()
+    rows = [
+        torch.arange(start + t.prompt_length - 1, start + len(t.ids) - 2)
+        for start, t in zip(starts, traces, strict=True)
+    ]
+    return packed, torch.cat(rows).to(device)
+
+
+class Judge:
+    """Compares every step with the trace; the ``on_step`` of scoring.
+
+    Row r's step i is compared with token r + 1 + i of its sequence.
+    """
+
+    def __init__(
+        self,
+        model: DrafterModel,
+        packed: Packed,
+        rows: Tensor,
+        traces: Sequence[Trace],
+        request: ScoreRequest,
+    ) -> None:
+        self.model, self.packed, self.rows, self.request = model, packed, rows, request
+        device, k = rows.device, request.depth
+        self.accepted = torch.zeros(rows.shape[0], dtype=torch.int64, device=device)
+        # whether all steps so far hit; chains that go on after a miss must not be counted again
+        self.alive = torch.ones(rows.shape[0], dtype=torch.bool, device=device)
+        self.nonfinite = torch.zeros(rows.shape[0], dtype=torch.int64, device=device)
+        self.forced: Tensor | None = None
+        if request.full_chains:
+            self.forced = torch.full((rows.shape[0], k), -1, dtype=torch.int8, device=device)
+        self.alpha: Tensor | None = None
+        if request.sampler == "rejection":
+            self.alpha = torch.zeros((rows.shape[0], k), dtype=torch.float64, device=device)
+            # per packed row: law of the token it carries
+            logp = [torch.zeros(t.prompt_length - 1, dtype=torch.float64) for t in traces]
+            law = [torch.cat((head, t.logprobs.double().cpu())) for head, t in zip(logp, traces, strict=True)]
+            self.logprobs = torch.cat(law).to(device)
+            heat = [torch.full((len(t.ids) - 1,), t.sampling.temperature) for t in traces]
+            self.temperature = torch.cat(heat).to(device)
+
+    def __call__(self, step: int, active: Tensor, post: Tensor) -> Tensor | None:
+        """Judge one step; see ``OnStep``."""
+        label_rows = self.rows[active] + step
+        labels = self.model.draft_ids[self.packed.inputs[label_rows]]
+        best, log_q, bad = self._read(post, labels, label_rows)
+        hits = best == labels
+        self.nonfinite[active] += bad
+        alive = self.alive[active] & hits
+        self.alive[active] = alive
+        self.accepted[active] += alive
+        if self.forced is not None:
+            self.forced[active, step - 1] = hits.to(torch.int8)
+        going = hits
+        if self.alpha is not None:
+            assert log_q is not None
+            alpha = (log_q - self.logprobs[label_rows]).exp().clamp(max=1.0)
+            self.alpha[active, step - 1] = alpha
+            going = alpha > 0
+        return None if self.request.full_chains else going
+
+    def _read(self, post: Tensor, labels: Tensor, label_rows: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Return best draft ids, log q of the labels (rejection only; -inf outside), bad rows."""
+        block = max(1, LOGIT_BYTES // (4 * self.model.config.draft_vocab_size))
+        best, log_q, bad = [], [], []
+        for start in range(0, post.shape[0], block):
+            piece = slice(start, start + block)
+            logits = self.model.logits(post[piece])
+            top, index = logits.max(dim=-1)
+            best.append(index)
+            bad.append(~(top.isfinite() & post[piece].isfinite().all(-1)))
+            if self.alpha is not None:
+                heated = logits.double() / self.temperature[label_rows[piece], None]
+                chosen = heated.gather(-1, labels[piece].clamp(min=0)[:, None]).squeeze(-1)
+                inside = chosen - heated.logsumexp(-1)
+                log_q.append(torch.where(labels[piece] < 0, -math.inf, inside))
+        return torch.cat(best), torch.cat(log_q) if log_q else None, torch.cat(bad)
+
+    def results(self, traces: Sequence[Trace]) -> list[PositionScores]:
+        """Return what was found, one result per trace."""
+        sizes = [max(0, len(t.answer_ids) - 1) for t in traces]
+        parts: dict[str, Sequence[Any]] = {
+            "accepted": torch.split(self.accepted.cpu(), sizes),
+            "bad": torch.split(self.nonfinite.cpu(), sizes),
+            "alpha": [None] * len(sizes) if self.alpha is None else torch.split(self.alpha.cpu(), sizes),
+            "forced": [None] * len(sizes) if self.forced is None else torch.split(self.forced.cpu(), sizes),
+        }
+        depth = self.request.depth
+        return [
+            PositionScores(
+                depth=depth,
+                accepted=parts["accepted"][i],
+                drafted=torch.full((n,), depth, dtype=torch.int64),
+                alpha=parts["alpha"][i],
+                forced=parts["forced"][i],
+                num_nonfinite=int(parts["bad"][i].sum()),
+            )
+            for i, n in enumerate(sizes)
+        ]
+
+
+def system_span(prompt: RenderedPrompt) -> tuple[int, int] | None:
+    """Return the first system-prompt span's (start, end), or None where the prompt has none."""
+    return next(((s.start, s.end) for s in prompt.spans if s.kind == "system"), None)
