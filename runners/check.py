@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from specbench.config import RunConfig
-from specbench.drafters.eagle3 import DEFAULT_ROPE, Eagle3Config, Eagle3Model
+from specbench.drafters.eagle3 import Eagle3Config, Eagle3Model
 from specbench.drafters.eagle3_drafter import Eagle3Drafter
 from specbench.drafters.resolve import load_drafter
 from specbench.errors import SpecbenchWarning, UserError
@@ -284,7 +284,7 @@ def _vocabulary_settings(model: Eagle3Model) -> list[Setting]:
 def _rope_settings(c: Eagle3Config, target: TargetWeights) -> list[Setting]:
     own = dict(c.rope)
     ropes: dict[str, dict[str, Any]] = {}
-    theirs = dict(target.info.rope_parameters) or dict(DEFAULT_ROPE)
+    theirs = dict(target.info.rope_parameters) or {"rope_type": "default", "rope_theta": 10_000.0}
     if theirs.get("partial_rotary_factor") in (None, 1.0):
         ropes["rope=target's"] = theirs
     ropes |= {f"rope_theta={theta:.0f}": {**own, "rope_theta": theta} for theta in THETAS}
