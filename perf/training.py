@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specbench.drafters.chains import Packed
-from specbench.drafters.eagle3 import Eagle3Config, Eagle3Model, Layer, rotate
+from specbench.drafters.eagle3 import Eagle3Config, Eagle3Model, Layer
+from specbench.drafters.modules import rotate
 from specbench.drafters.training.data import Batch
 from specbench.drafters.training.step import ChainSetting, chain_loss
 from specbench.types import TargetInfo, TargetWeights

@@ -183,7 +183,7 @@ def run_job(
         )
     sizes = drafter_sizes(target, job.sizes) | ({} if job.taps is None else {"taps": job.taps})
     configs = [make_config(target.info, len(vocabulary.target_ids), sizes, a.switches) for a in job.arms]
-    source = _source(job, target, configs[0].taps, examples, observer)
+    source = _source(job, target, configs[0].taps, examples, observer, processes)
     share = agreement(examples[:_SAMPLE], source)
     if share < _LOW_AGREEMENT:
         observer.note(

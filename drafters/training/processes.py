@@ -23,6 +23,11 @@ class Processes:
     state: Any = None
     """``accelerate.PartialState`` where there are several."""
 
+    def wait(self) -> None:
+        """Wait for the others."""
+        if self.state is not None:
+            self.state.wait_for_everyone()
+
     def sum_gradients(self, parameters: Sequence[Tensor]) -> None:
         """Add up the gradients of all processes, in place; the loss is normalised over all of them already."""
         if self.world == 1:
@@ -43,9 +48,10 @@ def from_accelerate() -> Processes:
 
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return ALONE
+    import torch
     from accelerate import PartialState
 
-    state = PartialState()
+    state = PartialState(cpu=not torch.cuda.is_available())
     return Processes(
         rank=state.process_index,
         local_rank=state.local_process_index,

@@ -126,7 +126,7 @@ def read_recipe(path: Path) -> Recipe:
     Raises:
         UserError: the file is missing or malformed, or holds a name nobody knows.
     """
-    import yaml
+    import yaml  # type: ignore[import-untyped]
 
     try:
         data = yaml.safe_load(path.read_text())
@@ -137,7 +137,7 @@ def read_recipe(path: Path) -> Recipe:
     if missing:
         raise UserError(f"the recipe {path} lacks {', '.join(missing)}")
     common = make_setting(data["training"])
-    arms = []
+    arms: list[Arm] = []
     for name, changes in data["arms"].items():
         changes = dict(changes or {})
         switches = arm_switches(changes.pop("drafter", name))

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import duckdb
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
@@ -46,7 +46,7 @@ def answers(tiny_target_path: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 def test_answers_go_on_where_they_stopped(answers: Path, tiny_target_path: Path, tmp_path: Path) -> None:
     lines = answers.read_text().splitlines(keepends=True)
-    assert [json.loads(line)["id"] for line in lines] == [f"p{i}" for i in range(8)]
+    assert [json.loads(line)["id"] for line in lines] == [f"prompts/p{i}" for i in range(8)]
     out = tmp_path / "again.jsonl"
     out.write_text("".join(lines[:3]) + lines[3][:10])
     prompts = answers.parent / "prompts.jsonl"
@@ -66,8 +66,7 @@ def test_train_leaves_a_drafter_that_runs(
         assert (out / name).is_file(), name
     card = (out / "README.md").read_text()
     assert "depth 2" in card and "AdamW" in card and "specbench" in card
-    (count,) = duckdb.sql(f"select count(*) from '{out}/log.parquet' where split = 'held_out'").fetchone() or (0,)
-    assert count >= 1
+    assert "held_out" in pq.read_table(out / "log.parquet")["split"].to_pylist()
     exported = tmp_path / "exported"
     run("export", out, "--format", "vllm", "--target", tiny_target_path, "--out", exported)
     config = json.loads((exported / "config.json").read_text())
@@ -110,7 +109,7 @@ def test_bad_input_is_one_sentence(
     base = ("train", "--target", tiny_target_path, "--out", tmp_path / "out")
 
     def answer_file(*rows: Any) -> Path:
-        file = tmp_path / "answers.jsonl"
+        file = tmp_path / f"answers-{len(list(tmp_path.iterdir()))}.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return file
 
