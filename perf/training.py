@@ -83,6 +83,7 @@ def naive_loss(model: Eagle3Model, batch: Batch, teacher_head: Tensor, setting: 
     k, v = layer.self_attn.keys_values(z, model.rope.tables(packed.positions, z.dtype))
     keys, values, masks = [k], [v], [prefix]
     z, residual = z[rows], residual[rows]
+    state = residual
     total = torch.zeros((), device=rows.device)
     for step in range(1, setting.depth + 1):
         if step > 1:
@@ -157,6 +158,7 @@ def _memory(device: str) -> float:
 
 
 def main() -> None:
+    """Run both variants and print their ratio."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=2048, help="positions in the pack")
     parser.add_argument("--sequences", type=int, default=8)

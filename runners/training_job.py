@@ -30,7 +30,6 @@ from specbench.runners.answer_file import read_answers
 from specbench.runners.targets import Target
 from specbench.runners.training_data import TapCache, TargetStates, to_examples
 
-
 _SAMPLE = 16
 """Answers looked at to tell whether they are the target's own."""
 _LOW_AGREEMENT = 0.9
@@ -125,12 +124,17 @@ def _source(
     taps: Sequence[int],
     examples: Sequence[Example],
     observer: TrainingObserver,
+    processes: Processes,
 ) -> TapSource:
     if job.cache is None:
         return TargetStates(target, taps)
-    cache = TapCache.open(job.cache, target, taps=taps, budget=job.cache_bytes)
-    cache.extend(examples, observer.states)
-    return cache
+    if processes.rank == 0:
+        cache = TapCache.open(job.cache, target, taps=taps, budget=job.cache_bytes)
+        cache.extend(examples, observer.states)
+        processes.wait()
+        return cache
+    processes.wait()
+    return TapCache.open(job.cache, target, taps=taps, budget=job.cache_bytes)
 
 
 def agreement(examples: Sequence[Example], source: TapSource) -> float:

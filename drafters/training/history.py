@@ -81,9 +81,14 @@ def plot_log(rows: Sequence[LogRow], path: Path) -> None:
     left.plot([r.step for r in train], [r.loss for r in train], lw=0.8)
     left.set(xlabel="optimiser step", ylabel="loss [nats]")
     for i in range(max((len(r.accuracy) for r in held_out), default=0)):
-        right.plot([r.step for r in held_out], [r.accuracy[i] for r in held_out], lw=0.8, label=f"step {i + 1}")
+        right.plot(
+            [r.step for r in held_out], [r.accuracy[i] for r in held_out], lw=0.8, label=f"step {i + 1}"
+        )
     right.plot(
-        [r.step for r in held_out], [r.accepted_per_round for r in held_out], "k.-", label="accepted per round"
+        [r.step for r in held_out],
+        [r.accepted_per_round for r in held_out],
+        "k.-",
+        label="accepted per round",
     )
     right.set(xlabel="optimiser step", ylabel="held-out answers", ylim=(0, None))
     right.legend(fontsize=7)

@@ -72,7 +72,10 @@ def _copy_block(model: Eagle3Model, block: dict[str, Tensor]) -> None:
         "input_layernorm.weight": layer.hidden_norm.weight,
         "post_attention_layernorm.weight": layer.post_attention_layernorm.weight,
         "self_attn.o_proj.weight": layer.self_attn.o_proj.weight,
-        **{f"self_attn.{x}_proj.weight": getattr(layer.self_attn, f"{x}_proj").weight[:, width:] for x in "qkv"},
+        **{
+            f"self_attn.{x}_proj.weight": getattr(layer.self_attn, f"{x}_proj").weight[:, width:]
+            for x in "qkv"
+        },
         **{f"mlp.{x}_proj.weight": getattr(layer.mlp, f"{x}_proj").weight for x in ("gate", "up", "down")},
     }
     if all(name in block and block[name].shape == place.shape for name, place in places.items()):

@@ -75,7 +75,9 @@ def arm_switches(name: str) -> Mapping[str, Any]:
     return ARMS[name]
 
 
-def make_config(info: TargetInfo, draft_vocab: int, sizes: Mapping[str, Any], arm: Mapping[str, Any]) -> Eagle3Config:
+def make_config(
+    info: TargetInfo, draft_vocab: int, sizes: Mapping[str, Any], arm: Mapping[str, Any]
+) -> Eagle3Config:
     """Return an arm's configuration for a target.
 
     Raises:

@@ -219,7 +219,11 @@ class Trainer:
         rows = sum(len(self.data.examples[i].loss_rows(setting.loss_rows)) for pack in packs for i in pack)
         for pack in packs[self.processes.rank :: world]:
             batch = load_batch(
-                self.data.examples, self.data.source, pack, device=self.model.device, loss_rows=setting.loss_rows
+                self.data.examples,
+                self.data.source,
+                pack,
+                device=self.model.device,
+                loss_rows=setting.loss_rows,
             )
             yield batch, rows
 
@@ -347,7 +351,9 @@ class Trainer:
         different = _differences(mine, theirs)
         if different or not torch.equal(state["target_ids"].cpu(), self.model.target_ids.cpu()):
             what = ", ".join(different) or "the draft vocabulary"
-            raise UserError(f"{path} is of a run that differs in {what}; use another --out, or the same settings")
+            raise UserError(
+                f"{path} is of a run that differs in {what}; use another --out, or the same settings"
+            )
         self.model.load_state_dict(state["model"])
         self.masters.load(state["adam"])
         self.step, self.seconds = state["step"], state["seconds"]

@@ -38,7 +38,9 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
 def answers(tiny_target_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("answers")
     prompts = folder / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"id": f"p{i}", "prompt": "Hi " * (i % 3 + 1) + str(i)}) + "\n" for i in range(8)))
+    prompts.write_text(
+        "".join(json.dumps({"id": f"p{i}", "prompt": "Hi " * (i % 3 + 1) + str(i)}) + "\n" for i in range(8))
+    )
     out = folder / "answers.jsonl"
     run("answers", "--prompts", prompts, "--target", tiny_target_path, "--out", out, "--max-new-tokens", 20)
     return out
@@ -99,7 +101,9 @@ def test_train_a_recipe_and_one_of_its_arms(answers: Path, tiny_target_path: Pat
     run("train", "--recipe", recipe, "--arms", "eagle3-fcnorm")
     assert not (tmp_path / "arms" / "eagle3.1").exists()
     run("train", "--recipe", recipe)
-    configs = [json.loads((tmp_path / "arms" / a / "config.json").read_text()) for a in ("eagle3-fcnorm", "eagle3.1")]
+    configs = [
+        json.loads((tmp_path / "arms" / a / "config.json").read_text()) for a in ("eagle3-fcnorm", "eagle3.1")
+    ]
     assert [c["norm_output"] for c in configs] == [False, True]
 
 

@@ -22,9 +22,7 @@ CPU = torch.device("cpu")
     budget=st.integers(1, 100),
     seed=st.integers(0, 9),
 )
-def test_packs_hold_every_sequence_once_within_the_budget(
-    lengths: list[int], budget: int, seed: int
-) -> None:
+def test_packs_hold_every_sequence_once_within_the_budget(lengths: list[int], budget: int, seed: int) -> None:
     packs = make_packs(lengths, budget=budget, seed=seed, epoch=0)
     assert sorted(i for pack in packs for i in pack) == list(range(len(lengths)))
     assert all(sum(lengths[i] for i in pack) <= budget or len(pack) == 1 for pack in packs)

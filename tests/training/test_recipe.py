@@ -67,7 +67,9 @@ def test_the_bundled_recipe_has_the_arms_of_the_zoo() -> None:
     file = Path(__file__).parents[2] / "drafters" / "zoo" / "recipe.yaml"
     recipe = read_recipe(file)
     names = {arm.name for arm in recipe.arms}
-    assert {"eagle3", "eagle3-fcnorm", "eagle3.1", "eagle3-gated", "eagle3.1-gated"} <= set(zoo_names()) <= names
+    assert (
+        {"eagle3", "eagle3-fcnorm", "eagle3.1", "eagle3-gated", "eagle3.1-gated"} <= set(zoo_names()) <= names
+    )
     assert {"eagle3-resnorm", *(f"{a}-ttt{n}" for a in ("eagle3", "eagle3.1") for n in (2, 4, 8))} <= names
     shared = {(a.setting.steps, a.setting.seed, a.setting.batch_rows, a.setting.optim) for a in recipe.arms}
     assert len(shared) == 1

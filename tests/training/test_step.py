@@ -14,7 +14,7 @@ from specbench.drafters.training.recipe import ARMS
 from specbench.drafters.training.step import ChainSetting, chain_loss
 from specbench.types import ScoreRequest
 
-from ..drafters.eagle3_reference import Naive
+from ..drafters.eagle3_reference import Naive  # noqa: TID252 - tests are no package
 from .toy import HALF, TAPS, VOCAB, Memory, make_example, make_model, make_target
 
 CPU = torch.device("cpu")
@@ -55,9 +55,7 @@ def test_loss_and_gradients_equal_the_naive_ones(arm: str) -> None:
     model = make_model(target, **switches)
     examples = [make_example(4, 5, 1), make_example(2, 6, 2)]
     batch = load_batch(examples, source, [0, 1], device=CPU)
-    report = chain_loss(
-        model, batch, target.head[list(HALF)], SETTING, normaliser=len(batch.rows)
-    )
+    report = chain_loss(model, batch, target.head[list(HALF)], SETTING, normaliser=len(batch.rows))
     report.loss.backward()
     expected, weights = naive_loss(model, target, examples, source, SETTING)
     expected.backward()
@@ -124,9 +122,7 @@ def test_training_accuracy_is_replays_forced_accuracy(arm: str) -> None:
     )
     drafter = Eagle3Drafter(model, target.info, "toy")
     traces = [to_trace(e, source, TAPS, torch.float32) for e in examples]
-    forced = torch.cat(
-        [s.forced for s in drafter.score(traces, ScoreRequest(depth=depth, full_chains=True))]
-    )
+    forced = torch.cat([s.forced for s in drafter.score(traces, ScoreRequest(depth=depth, full_chains=True))])
     assert report.hits.tolist() == (forced == 1).sum(0).tolist()
     assert report.counts.tolist() == (forced >= 0).sum(0).tolist()
     assert report.hits.sum() > 10
