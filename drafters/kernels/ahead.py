@@ -17,6 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from specbench.drafters.kernels.decode import triton as decode
 from specbench.drafters.kernels.prefix import launch
 from specbench.drafters.kernels.prefix import triton as prefix
 
@@ -27,7 +28,7 @@ SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 _DTYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 _INT64 = {"rows", "bounds", "cu_seqlens", "sink", "labels", "lengths"}
 _INT32 = {"plan"}
-_FLOAT32 = {"lse", "delta", "delta_out", "mass_out", "entropy_out", "partial", "partial_top", "partial_total"}
+_FLOAT32 = {"lse", "delta", "delta_out", "mass_out", "entropy_out", "partial", "partial_lse"}
 _SCALARS = {"c": "fp32", "scale": "fp32"}
 
 
@@ -66,6 +67,8 @@ def variants(
     for dim in dims:
         for dtype in dtypes:
             yield from _prefix_variants(dim, dtype)
+            yield from _decode_variants(dim, dtype)
+    yield from _plan_variants()
 
 
 def _prefix_variants(dim: int, dtype: torch.dtype) -> Iterator[Variant]:
@@ -104,6 +107,52 @@ def _prefix_variants(dim: int, dtype: torch.dtype) -> Iterator[Variant]:
                 num_warps=size.num_warps,
                 num_stages=size.num_stages,
             )
+
+
+def _decode_variants(dim: int, dtype: torch.dtype) -> Iterator[Variant]:
+    shape = {"T": 1, "G": 4, "HKV": 8, "D": dim, "BLOCK_D": triton.next_power_of_2(dim)}
+    for num_queries in (1, 16):
+        size = decode.tile(dim, num_queries * shape["G"])
+        launched = {"num_warps": size.pop("num_warps"), "num_stages": size.pop("num_stages")}
+        common = {**shape, "T": num_queries, "BLOCK_M": size["BLOCK_M"]}
+        split = {**common, **size, "HAS_SINK": True, "PRECISION": launch.precision(dtype)}
+        yield Variant(
+            name=f"decode split T{num_queries}",
+            kernel=decode.decode_split_kernel,
+            dim=dim,
+            dtype=dtype,
+            constants=split,
+            **launched,
+        )
+        if num_queries == 1:
+            yield Variant(
+                name="decode merge",
+                kernel=decode.decode_merge_kernel,
+                dim=dim,
+                dtype=dtype,
+                constants={**common, "HAS_GATE": True, "BLOCK_S": 64},
+                num_warps=4,
+                num_stages=1,
+            )
+
+
+def _plan_variants() -> Iterator[Variant]:
+    """The kernels that cut the work into tiles; they see neither head dimension nor dtype."""
+    queries = {"HAS_SINK": True, "GROUP": 4, "BLOCK_M": 128, "BLOCK_S": 64}
+    keys = {"HAS_SINK": True, "T": 1, "BLOCK_N": 128, "BLOCK_S": 64}
+    for name, kernel, constants in (
+        ("plan queries", prefix.prefix_plan_queries_kernel, queries),
+        ("plan keys", prefix.prefix_plan_keys_kernel, keys),
+    ):
+        yield Variant(
+            name=name,
+            kernel=kernel,
+            dim=0,
+            dtype=torch.float32,
+            constants=constants,
+            num_warps=4,
+            num_stages=1,
+        )
 
 
 def _signature(variant: Variant) -> dict[str, str]:

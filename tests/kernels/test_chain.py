@@ -392,6 +392,20 @@ def test_triton_stats_equal_reference(triton_device: str, recent: int | None) ->
         torch.testing.assert_close(a.double().cpu(), b, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("backend", ["triton", "blocked"])
+@pytest.mark.parametrize("train", [False, True])
+def test_gate_multiplies_by_its_sigmoid(triton_device: str, backend: str, train: bool) -> None:
+    args = Case(lengths=(6,), num_own=1).make(torch.float32)
+    gate = torch.randn(args["q"].shape, generator=torch.Generator().manual_seed(0)).requires_grad_(train)
+    here = {n: x.to(triton_device) if isinstance(x, Tensor) else x for n, x in {**args, "gate": gate}.items()}
+    out = chain_attention(**here, backend=backend).cpu()
+    plain = reference.chain_attention(**args)
+    torch.testing.assert_close(out, plain * gate.sigmoid(), rtol=1e-5, atol=1e-5)
+    if train:
+        (grad,) = torch.autograd.grad(out.sum(), gate)
+        torch.testing.assert_close(grad, plain * gate.sigmoid() * (1 - gate.sigmoid()), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("backend", ["sdpa", "flex"])
 def test_library_backends_equal_reference(backend: str) -> None:
     case = Case(

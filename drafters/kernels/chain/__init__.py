@@ -26,6 +26,7 @@ def chain_attention(
     window: int | None = None,
     sink: Tensor | None = None,
     q_sink: Tensor | None = None,
+    gate: Tensor | None = None,
     scale: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
@@ -47,6 +48,8 @@ def chain_attention(
         window: positions a query sees, its own included; None: all.
         sink: [S, 2] int64 packed rows (start, end) of each sequence that stay visible in spite of the window.
         q_sink: [R, Hq, D] used instead of q against sink keys outside the window (re-packed positions).
+        gate: [R, Hq, D]; the output is multiplied by its sigmoid. The Triton kernel does so as it writes, where no
+            gradient is asked for.
         scale: of the scores; D ** -0.5 where None.
         backend: ``auto`` (Triton on CUDA, blocked PyTorch on CPU), ``triton``, ``flex``, ``sdpa``,
             ``reference`` or ``blocked``. A backend that cannot take the input falls back to ``blocked`` with
@@ -60,9 +63,15 @@ def chain_attention(
     """
     _check(q, k, v, own_k, own_v, rows, sink, window)
     run = _choose(backend, q, k, own_k, q_sink, stats=False)
-    out: Tensor = run.chain_attention(
-        q, k, v, own_k, own_v, rows, cu_seqlens, window=window, sink=sink, q_sink=q_sink, scale=scale
-    )
+    options = {"window": window, "sink": sink, "q_sink": q_sink, "scale": scale}
+    args = (q, k, v, own_k, own_v, rows, cu_seqlens)
+    out: Tensor
+    if gate is None:
+        out = run.chain_attention(*args, **options)
+    elif run.__name__.endswith(".triton") and not _differentiable(*args[:5], q_sink, gate):
+        out = run.chain_attention(*args, **options, gate=gate)
+    else:
+        out = run.chain_attention(*args, **options) * gate.sigmoid()
     return out
 
 
@@ -123,6 +132,13 @@ def chain_attention_stats(
         scale=scale,
     )
     return result
+
+
+def _differentiable(*inputs: Tensor | None) -> bool:
+    """Whether autograd will ask for a gradient of some input."""
+    import torch
+
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
 
 
 def _check(
