@@ -105,6 +105,8 @@ def compare(
     pair: str = "drafter",
     *,
     baseline: str | None = None,
+    suite: str | None = None,
+    condition: str | None = None,
     draws: int = DRAWS,
     seed: int = 0,
     effect: float = EFFECT,
@@ -120,6 +122,8 @@ def compare(
         pair: the column: ``drafter``, ``condition``, ``runner`` or ``target``.
         baseline: the value everything is compared with; for conditions ``template/regular``, otherwise
             all pairs.
+        suite: only this one (``all``: only the pooled rows). Fewer rows cost less in the correction.
+        condition: only this one; where conditions are paired, only this one against the baseline.
         draws: resamples.
         seed: of the resampling.
         effect: relative difference that a row without a finding is asked about.
@@ -131,6 +135,10 @@ def compare(
         raise unknown_name("column to pair", pair, PAIRS)
     connection = connect()
     register(connection, sources)
+    for column, value in (("suite", suite), ("condition", condition)):
+        known = [r[0] for r in connection.execute(f"SELECT DISTINCT {column} FROM rounds").fetchall()]
+        if value is not None and value not in known and (column, value) != ("suite", OVERALL):
+            raise unknown_name(column, value, known)
     make_cells(connection, GROUP)
     baseline = baseline or (CLEAN if pair == "condition" else None)
     runs = [r[0] for r in connection.execute("SELECT DISTINCT run_id FROM rounds ORDER BY 1").fetchall()]
@@ -138,11 +146,18 @@ def compare(
     rows = []
     for level in (GROUP, tuple(c for c in GROUP if c != "suite")):
         groups = prompt_groups(connection, level, named=hashes is not None)
-        if "suite" not in level and len({s for g in groups for s in g.suites}) < 2:
+        if "suite" not in level and suite != OVERALL and len({s for g in groups for s in g.suites}) < 2:
             continue
         for context, sides in _contexts(groups, pair).items():
             named = {"suite": OVERALL, **dict(context)}
+            if suite not in (None, named["suite"]) or condition not in (
+                None,
+                named.get("condition", condition),
+            ):
+                continue
             for left, right in _pairings(sides, pair, baseline):
+                if pair == "condition" and condition not in (None, right.keys["condition"]):
+                    continue
                 rows.append(_row(named, left, right, pair, len(runs) > 1, hashes, draws, seed))
     if not rows:
         raise UserError(_nothing(pair, baseline, connection))

@@ -27,21 +27,14 @@ CLEAN = "template/regular"
 OVERALL = "all"
 """What ``suite`` (and ``category``) say in rows that pool every suite."""
 
-INTERVAL_DOCS: Mapping[str, str] = {
-    "accepted_low": "lower end of the 95 % interval of accepted_per_round (bootstrap over prompts)",
-    "accepted_high": "upper end",
-    "retention_low": "lower end of the 95 % interval of retention: bootstrap over the paired prompts",
-    "retention_high": "upper end",
-    "retention_detectable": "smallest change of retention that these prompts show with probability 0.8",
-    "c_i_low": "lower end of the 95 % interval of c_i",
-    "c_i_high": "upper end",
-}
+_COLUMNS = ("accepted_low", "accepted_high", "retention_low", "retention_high", "retention_detectable")
 
 
 def interval_columns(
     connection: Any, by: Sequence[str], rows: Sequence[Mapping[str, Any]], draws: int = DRAWS, seed: int = 0
 ) -> dict[str, list[float | None]]:
-    """Return the columns of :data:`INTERVAL_DOCS` for the rows of an acceptance table.
+    """Return the interval columns (see :data:`specbench.results.schema.ACCEPTANCE_DOCS`) for the rows of
+    an acceptance table.
 
     Args:
         connection: DuckDB connection with the temporary table ``cells``.
@@ -60,7 +53,7 @@ def interval_columns(
     columns: dict[str, list[float | None]] = {
         name: [None] * len(rows)
         for name in (
-            *(n for n in INTERVAL_DOCS if not n.startswith("c_")),
+            *_COLUMNS,
             *(f"c_{i}_{end}" for i in range(1, depth + 1) for end in ("low", "high")),
         )
     }

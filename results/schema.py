@@ -189,6 +189,13 @@ ACCEPTANCE_DOCS: Mapping[str, str] = {
     "mean_entropy": "mean over those answers of the target's mean entropy, nats",
     "draft_ms": "mean time to propose per round, where measured",
     "verify_ms": "mean time of the target's pass per round, where measured",
+    "accepted_low": "lower end of the 95 % interval of accepted_per_round (bootstrap over prompts)",
+    "accepted_high": "upper end",
+    "retention_low": "lower end of the 95 % interval of retention: bootstrap over the paired prompts",
+    "retention_high": "upper end",
+    "retention_detectable": "smallest change of retention that these prompts show with probability 0.8",
+    "c_i_low": "lower end of the 95 % interval of c_i",
+    "c_i_high": "upper end",
 }
 """What the columns of ``acceptance.parquet`` mean, its keys aside."""
 

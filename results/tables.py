@@ -30,6 +30,7 @@ LEGEND = (
     "accepted_per_round (acc/r) = draft tokens accepted per round, the target's own token not counted. "
     "tokens_per_round (tok/r) = accepted_per_round + 1, which other tools print as acceptance length. "
     "retention (kept) = accepted_per_round relative to template/regular over the same prompts. "
+    "95 %: interval, bootstrap over prompts. "
     "c_i = of the rounds with at least i-1 accepted tokens, the share that accepts an i-th. #pr = prompts."
 )
 
@@ -56,6 +57,7 @@ class _Section:
     keys: tuple[str, ...]
     rows: tuple[dict[str, Any], ...]
     depth: int
+    intervals: bool
 
 
 def sections(table: Any) -> list[_Section]:
@@ -82,7 +84,10 @@ def sections(table: Any) -> list[_Section]:
         title = " · ".join([name, *(f"{k} {plain(own[0][k])}" for k in fixed if own[0][k] != OVERALL)])
         order = sorted(varying, key=lambda k: _KEYS.index(k) if k in _KEYS else -1)
         depth = max((i for r in own for i in _steps(table) if r[f"c_{i}"] is not None), default=0)
-        result.append(_Section(title=title, keys=tuple(order), rows=tuple(own), depth=depth))
+        intervals = "accepted_low" in table.column_names
+        result.append(
+            _Section(title=title, keys=tuple(order), rows=tuple(own), depth=depth, intervals=intervals)
+        )
     return result
 
 
@@ -113,7 +118,7 @@ def _block(section: _Section, layout: _Layout) -> Text:
         if wanted != heading:
             heading = wanted
             block.append(heading + "\n", style="bold cyan")
-        values = [_number(row[name], name, layout.narrow) for name, _, _ in layout.measures]
+        values = [_cell(row, name, layout.narrow) for name, _, _ in layout.measures]
         block.append(_line(str(row.get("condition", "")), values, layout) + "\n")
     return block
 
@@ -139,12 +144,21 @@ class _Layout:
 def _fit(section: _Section, width: int) -> _Layout:
     """Choose full headers, short ones, or short ones with fewer steps."""
     wanted = max((len(str(row.get("condition", ""))) + 1 for row in section.rows), default=1)
-    full = tuple((name, name, max(len(name), 6)) for name, _ in _measures(section.depth))
-    if wanted + sum(w + 2 for *_, w in full) <= width:
-        return _Layout(label=wanted, measures=full, narrow=False)
-    most = {name: max(len(_number(r[name], name, True)) for r in section.rows) for name, *_ in full}
-    for shown in range(section.depth, -1, -1):
-        short = tuple((name, head, max(len(head), most[name])) for name, head in _measures(shown))
+    most = {
+        narrow: {
+            n: max(len(_cell(r, n, narrow)) for r in section.rows)
+            for n, _ in _measures(section.depth, section.intervals)
+        }
+        for narrow in (False, True)
+    }
+    for intervals in (True, False) if section.intervals else (False,):
+        full = tuple((n, n, max(len(n), most[False][n])) for n, _ in _measures(section.depth, intervals))
+        if wanted + sum(w + 2 for *_, w in full) <= width:
+            return _Layout(label=wanted, measures=full, narrow=False)
+    # Steps come before intervals where both do not fit.
+    choices = [(section.depth, True)] if section.intervals else []
+    for shown, intervals in [*choices, *((s, False) for s in range(section.depth, -1, -1))]:
+        short = tuple((n, head, max(len(head), most[True][n])) for n, head in _measures(shown, intervals))
         room = width - sum(w + 1 for *_, w in short)
         if room >= min(wanted, 17):
             break
@@ -177,16 +191,28 @@ def _steps(table: Any) -> list[int]:
     return [int(c[2:]) for c in table.column_names if c.startswith("c_") and c[2:].isdigit()]
 
 
-def _measures(depth: int) -> list[tuple[str, str]]:
+def _measures(depth: int, intervals: bool = False) -> list[tuple[str, str]]:
     """Return (full header, short header) of the numeric columns."""
     return [
         ("accepted_per_round", "acc/r"),
+        *([("accepted 95 %", "acc/r 95 %")] if intervals else []),
         ("tokens_per_round", "tok/r"),
         ("retention", "kept"),
+        *([("retention 95 %", "kept 95 %")] if intervals else []),
         *((f"c_{i}", f"c{i}") for i in range(1, depth + 1)),
         ("rounds", "rounds"),
         ("prompts", "#pr"),
     ]
+
+
+def _cell(row: dict[str, Any], name: str, narrow: bool = False) -> str:
+    """Format one measure of a row; an interval comes from two columns."""
+    if not name.endswith(" 95 %"):
+        return _number(row[name], name, narrow)
+    measure = name.removesuffix(" 95 %")
+    low, high = row[f"{measure}_low"], row[f"{measure}_high"]
+    digits = 3 if measure == "retention" and not narrow else 2
+    return "–" if low is None or high is None else f"[{low:.{digits}f}, {high:.{digits}f}]"
 
 
 def _number(value: float | None, name: str, narrow: bool = False) -> str:
@@ -202,12 +228,12 @@ def _number(value: float | None, name: str, narrow: bool = False) -> str:
 
 
 def _sheet(section: _Section) -> Sheet:
-    measures = [name for name, _ in _measures(section.depth)]
+    measures = [name for name, _ in _measures(section.depth, section.intervals)]
     return Sheet(
         title=section.title,
         headers=(*section.keys, *measures),
         rows=tuple(
-            (*(plain(row[k]) for k in section.keys), *(_number(row[m], m) for m in measures))
+            (*(plain(row[k]) for k in section.keys), *(_cell(row, m) for m in measures))
             for row in section.rows
         ),
         num_labels=len(section.keys),

@@ -101,6 +101,20 @@ def render_sheets(sheets: Sequence[Sheet], legend: str, form: str, width: int) -
     raise unknown_name("format", form, ("text", "md", "html", "csv", "json"))
 
 
+def html_page(title: str, body: str) -> str:
+    """Return a whole HTML document around tables."""
+    style = (
+        "body{font:16px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:80rem;padding:0 1rem}"
+        "table{border-collapse:collapse;margin:1.5rem 0;font-variant-numeric:tabular-nums}"
+        "caption{text-align:left;font-weight:600;padding:.3rem 0}th,td{padding:.3rem .6rem;text-align:right;"
+        "border-bottom:1px solid #ddd}tbody th{text-align:left;font-weight:400}"
+    )
+    return (
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{html.escape(title)}</title>\n'
+        f"<style>{style}</style>\n</head>\n<body>\n{body}</body>\n</html>\n"
+    )
+
+
 def escape_markdown(text: str) -> str:
     """Return text that Markdown shows as it is, in one line."""
     return "".join("\\" + c if c in "\\|`*_<>[]" else c for c in text).replace("\n", " ")
