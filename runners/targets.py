@@ -14,8 +14,10 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import shutil
 import tempfile
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +27,7 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 
-from specbench.errors import UserError, unknown_name
+from specbench.errors import SpecbenchWarning, UserError, unknown_name
 from specbench.runners import DEMO_TARGET
 from specbench.runners.engine import decoder_layers
 from specbench.types import TargetInfo, TargetWeights
@@ -184,12 +186,17 @@ def pick_device(device: str) -> str:
     """Return the device that ``--device`` means here.
 
     Raises:
-        UserError: it asks for CUDA and there is none.
+        UserError: it is no device, or asks for one that is not here.
     """
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise UserError(f"--device {device} is no device; give auto, cpu, cuda or cuda:N")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise UserError(f"--device {device}: no CUDA device here; use --device cpu")
+    count = torch.cuda.device_count()
+    if int(device.partition(":")[2] or 0) >= count > 0:
+        raise UserError(f"--device {device}: the last CUDA device here is cuda:{count - 1}")
     return device
 
 
@@ -232,9 +239,34 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> tuple[Any, 
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        raise UserError(f"target {name!r} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
+    except Exception as error:  # see Target.load
+        raise _unloadable(name, error) from error
     return tokenizer, int(config.get_text_config().max_position_embeddings)
+
+
+def _unloadable(name: str, error: Exception) -> UserError:
+    said = str(error).strip().splitlines() or [type(error).__name__]
+    return UserError(f"target {name!r} cannot be loaded: {said[0].rstrip('.')}")
+
+
+def _check_loading(name: str, loading: Mapping[str, Any]) -> None:
+    """Refuse weights that transformers would fill with random numbers, and name those it does not use.
+
+    Raises:
+        UserError: weights are missing.
+    """
+    missing, unused = (sorted(loading.get(key) or ()) for key in ("missing_keys", "unexpected_keys"))
+    if missing:
+        raise UserError(
+            f"target {name!r} lacks {len(missing)} of its weights, {missing[0]} among them; get its files again"
+        )
+    if unused:
+        warnings.warn(
+            f"target {name!r}: {len(unused)} weights are not used by its architecture, {unused[0]} among them; check "
+            "config.json if that is unexpected",
+            SpecbenchWarning,
+            stacklevel=3,
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -272,18 +304,18 @@ class Target:
             and not _fits_one_gpu(path, kind, place)
         )
         try:
-            model = AutoModelForCausalLM.from_pretrained(
+            model, loading = AutoModelForCausalLM.from_pretrained(
                 path,
                 dtype=kind,
                 device_map="auto" if spread else None,
                 trust_remote_code=trust_remote_code,
                 attn_implementation="sdpa",
+                output_loading_info=True,
             )
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-        except (OSError, ValueError, ImportError) as error:
-            raise UserError(
-                f"target {name!r} cannot be loaded: {str(error).strip().splitlines()[0]}"
-            ) from error
+        except Exception as error:  # readers of weights, models and tokenizers raise types of their own
+            raise _unloadable(name, error) from error
+        _check_loading(name, loading)
         if not spread:
             model = model.to(place)
         return cls.wrap(model.eval(), tokenizer, name=name, path=path)

@@ -29,6 +29,15 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "specbench.cli.compare:compare",
         "Paired differences between drafters, conditions or runs, with intervals.",
     ),
+    "check": (
+        "specbench.cli.check:check",
+        "Examine a checkpoint: is its config.json what it was trained with?",
+    ),
+    "diagnose": (
+        "specbench.cli.diagnose:diagnose",
+        "See why drafters lose the prompt: sizes, attention, depth, noise, windows.",
+    ),
+    "agree": ("specbench.cli.agree:agree", "Compare runners round by round: replay, decode, vLLM."),
     "trace": (
         "specbench.cli.trace:trace",
         "Keep a target's answers and states, to score drafters elsewhere.",
@@ -67,7 +76,7 @@ class LazyGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the command, with the nearest names in the error."""
         name = args[0]
-        if name not in COMMANDS and not name.startswith("-"):
+        if name not in COMMANDS and not name.startswith("-") and not ctx.resilient_parsing:
             from specbench.errors import unknown_name
 
             raise unknown_name("command", name, COMMANDS)
@@ -85,6 +94,8 @@ def cli() -> None:
         specbench run
     A checkpoint of your own, with public prompts:
         specbench run --suite mtbench,gsm8k --perturb templates --drafter eagle3=PATH
+    Names of commands and options completed by the Tab key (bash; zsh_source and fish_source for those shells):
+        eval "$(_SPECBENCH_COMPLETE=bash_source specbench)"
     """
 
 
@@ -103,6 +114,12 @@ def _show_warning(
         click.echo(f"warning ({filename}:{lineno}): {message}", err=True)
 
 
+def _one_sentence(error: click.ClickException) -> str:
+    text = " ".join(error.format_message().split()).rstrip(".")
+    context = getattr(error, "ctx", None)
+    return text if context is None else f"{text}; see {context.command_path} --help"
+
+
 def main(args: list[str] | None = None) -> None:
     """Entry point: user errors are one sentence on stderr and exit code 2."""
     warnings.showwarning = _show_warning
@@ -113,8 +130,11 @@ def main(args: list[str] | None = None) -> None:
         sys.exit(2)
     except click.exceptions.Exit as stop:
         sys.exit(stop.exit_code)
-    except click.ClickException as error:
+    except click.exceptions.NoArgsIsHelpError as error:
         error.show()
+        sys.exit(2)
+    except click.ClickException as error:
+        click.echo(f"specbench: {_one_sentence(error)}", err=True)
         sys.exit(2)
     except (click.Abort, KeyboardInterrupt):
         click.echo("specbench: stopped; the same command goes on where this one ended", err=True)

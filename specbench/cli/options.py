@@ -156,6 +156,18 @@ target_options = together(
 )
 """Who answers them, and how."""
 
+engine_options = together(
+    click.option(
+        "--engine",
+        multiple=True,
+        metavar="NAME=VALUE",
+        help="An option of the engine, several times if need be: max_num_seqs, kv_gib, gpu_memory, tensor_parallel, "
+        "prefix_cache, eager, workaround (a known defect to repair).",
+    ),
+    click.option("--url", help="Address of a running server, for --runner vllm-server."),
+)
+"""How an engine runner is set up."""
+
 config_options = together(
     click.option(
         "--config",

@@ -14,6 +14,7 @@ import click
 
 from specbench.cli.options import (
     config_options,
+    engine_options,
     given_options,
     make_config,
     numbers,
@@ -45,8 +46,9 @@ if TYPE_CHECKING:
     "--runner",
     default="replay",
     show_default=True,
-    help="replay: score on the target's traces. decode: a real draft-verify loop with timings.",
+    help="replay: score on the target's traces. decode: a real draft-verify loop with timings. vllm: the engine itself. vllm-server: a running server (--url).",
 )
+@engine_options
 @click.option(
     "--sampler",
     type=click.Choice(("auto", *SAMPLERS)),
@@ -144,16 +146,17 @@ def _print_results(out: Path) -> None:
     from specbench.results.aggregate import write_acceptance
     from specbench.results.plots import plot_run
     from specbench.results.robustness import render, robustness
+    from specbench.results.store import RunStore
     from specbench.results.tables import LEGEND, rich_tables
     from specbench.results.verdict import verdicts
 
+    with RunStore(out, readonly=True) as store:
+        if not store.files("rounds"):
+            click.echo("no rounds to show: every answer failed or ended with its first token", err=True)
+            return
     path = write_acceptance(out)
     console = Console()
-    table = pq.read_table(path)
-    if table.num_rows == 0:
-        click.echo("no rounds to show: every answer ended with its first token", err=True)
-        return
-    for block in rich_tables(table, width=console.width):
+    for block in rich_tables(pq.read_table(path), width=console.width):
         console.print(block, soft_wrap=True)
         console.print()
     console.print(LEGEND, style="dim")
