@@ -16,14 +16,128 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from specbench.drafters.eagle3 import Eagle3Config, Eagle3Model, Layer
 from specbench.drafters.kernels.chain import chain_attention, chain_attention_stats
 from specbench.drafters.modules import rotate
+
+
+class ChainConfig(Protocol):
+    """What the chain computation reads of a drafter's configuration."""
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """``hidden_states`` indices."""
+        ...
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of a step."""
+        ...
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads."""
+        ...
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key-value heads."""
+        ...
+
+    @property
+    def head_dim(self) -> int:
+        """D, of queries, keys and values as attention sees them."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the target."""
+        ...
+
+    @property
+    def sink(self) -> str:
+        """Positions that stay visible in spite of a window."""
+        ...
+
+    @property
+    def positions(self) -> str:
+        """``absolute`` or ``repacked``."""
+        ...
+
+    def window(self, layer: int) -> int | None:
+        """Return layer ``layer``'s window, or None for full attention."""
+        ...
+
+
+class ChainLayer(Protocol):
+    """One layer of a step, around the softmax."""
+
+    index: int
+    self_attn: Any
+    """``queries(z)``, ``keys_values(z, tables)``."""
+
+    def enter(self, hidden: Tensor, embeds: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (z, residual): what attention reads, and what its output is added to."""
+        ...
+
+    def leave(self, z: Tensor, residual: Tensor, attended: Tensor) -> Tensor:
+        """Return the residual stream after attention output and MLP, [n, H]."""
+        ...
+
+
+class ChainModel(Protocol):
+    """A drafter that drafts step by step from a state it feeds back: EAGLE-3, MTP heads."""
+
+    @property
+    def config(self) -> Any:
+        """A ``ChainConfig``."""
+        ...
+
+    @property
+    def layers(self) -> Any:
+        """``ChainLayer`` each."""
+        ...
+
+    @property
+    def norm(self) -> Callable[[Tensor], Tensor]:
+        """The final norm: its output is what the head reads."""
+        ...
+
+    @property
+    def rope(self) -> Any:
+        """Gives rotary tables."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        ...
+
+    @property
+    def target_ids(self) -> Tensor:
+        """[draft_vocab_size] target id of each draft id."""
+        ...
+
+    def fuse(self, taps: Sequence[Tensor]) -> Tensor:
+        """Return the hidden input [n, H] of step 1 from the taps."""
+        ...
+
+    def embed(self, token_ids: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Return embeddings [n, H]; ``positions`` [n] are the rows' own."""
+        ...
+
+    def feedback(self, pre: Tensor, post: Tensor) -> Tensor:
+        """Return what the next step receives as its hidden input."""
+        ...
+
+    def logits(self, post: Tensor) -> Tensor:
+        """Return logits [n, draft_vocab_size] of final-norm outputs."""
+        ...
+
 
 OnStep = Callable[[int, Tensor, Tensor], Tensor | None]
 """(step, active [R_j], post [R_j, H]) -> bool mask [R_j] of the chains that go on, or None for all.
@@ -124,7 +238,7 @@ class Packed:
 
 
 def sink_span(
-    config: Eagle3Config, token_ids: Sequence[int], bos_id: int | None, system: tuple[int, int] | None
+    config: ChainConfig, token_ids: Sequence[int], bos_id: int | None, system: tuple[int, int] | None
 ) -> tuple[int, int]:
     """Return the positions (start, end) that stay visible; empty where the prompt has none.
 
@@ -150,7 +264,7 @@ class _Chains:
     """State of one ``run_chains``: step-1 keys of all rows, own keys of the chains that are still going."""
 
     def __init__(
-        self, model: Eagle3Model, packed: Packed, rows: Tensor, probe: Probe | None, backend: str
+        self, model: ChainModel, packed: Packed, rows: Tensor, probe: Probe | None, backend: str
     ) -> None:
         self.model, self.packed, self.probe, self.backend = model, packed, probe, backend
         self.rows = rows
@@ -163,7 +277,7 @@ class _Chains:
             sizes = packed.cu_seqlens.diff()
             self.sink_end = torch.repeat_interleave(packed.sink[:, 1] - packed.cu_seqlens[:-1], sizes)
 
-    def attend(self, layer: Layer, z: Tensor, rows: Tensor) -> Tensor:
+    def attend(self, layer: ChainLayer, z: Tensor, rows: Tensor) -> Tensor:
         """Return the attention output [R, Hq, D] of queries that hang on ``rows`` behind their own keys."""
         config, packed, own = self.model.config, self.packed, self.own[layer.index]
         window = config.window(layer.index)
@@ -208,8 +322,7 @@ class _Chains:
         everything = torch.arange(num_rows, device=rows.device)
         hidden: Tensor | None = None
         for index in range(model.config.num_layers):
-            layer = model.layers[index]
-            assert isinstance(layer, Layer)
+            layer: ChainLayer = model.layers[index]
             queries = rows if index == model.config.num_layers - 1 else everything
             z, residual = self._first_inputs(layer, hidden, queries, perturb, block_rows or num_rows)
             out = self.attend(layer, z, queries)
@@ -221,7 +334,12 @@ class _Chains:
         return hidden
 
     def _first_inputs(
-        self, layer: Layer, hidden: Tensor | None, queries: Tensor, perturb: Perturb | None, block_rows: int
+        self,
+        layer: ChainLayer,
+        hidden: Tensor | None,
+        queries: Tensor,
+        perturb: Perturb | None,
+        block_rows: int,
     ) -> tuple[Tensor, Tensor]:
         """Fill the layer's keys and values for all rows; return (z, residual) at ``queries``."""
         model, packed = self.model, self.packed
@@ -235,7 +353,7 @@ class _Chains:
             if hidden is None:
                 hidden_in, embeds = (
                     model.fuse([t[block] for t in packed.taps]),
-                    model.embed(packed.inputs[block]),
+                    model.embed(packed.inputs[block], packed.positions[block]),
                 )
                 if perturb is not None:
                     which = torch.arange(block.start, block.stop, device=queries.device)
@@ -262,14 +380,14 @@ class _Chains:
     def later(self, step: int, state: Tensor, perturb: Perturb | None) -> Tensor:
         """Run step ``step`` >= 2 from the fed-back ``state`` [R, H] and return the raw residual [R, H]."""
         model, packed = self.model, self.packed
-        hidden, embeds = state, model.embed(packed.inputs[self.rows + step - 1])
+        position = packed.positions[self.rows] + step - 1
+        hidden, embeds = state, model.embed(packed.inputs[self.rows + step - 1], position)
         if perturb is not None:
             hidden, embeds = perturb(step, self.rows, hidden, embeds)
         if self.probe is not None:
             self.seen |= {"hidden": hidden, "embeds": embeds}
-        tables = model.rope.tables(packed.positions[self.rows] + step - 1, hidden.dtype)
+        tables = model.rope.tables(position, hidden.dtype)
         for layer in model.layers:
-            assert isinstance(layer, Layer)
             z, residual = layer.enter(hidden, embeds)
             self.own[layer.index].append(layer.self_attn.keys_values(z, tables))
             hidden = layer.leave(z, residual, self.attend(layer, z, self.rows))
@@ -282,7 +400,7 @@ class _Chains:
 
 
 def run_chains(
-    model: Eagle3Model,
+    model: ChainModel,
     packed: Packed,
     rows: Tensor,
     depth: int,

@@ -15,6 +15,7 @@ from torch import Tensor
 from specbench.drafters.chains import Packed, Perturb, Probe, run_chains, sink_span
 from specbench.drafters.eagle3 import Eagle3Model
 from specbench.drafters.eagle3_session import Eagle3Session
+from specbench.drafters.mtp import MtpModel
 from specbench.drafters.scoring import Judge, check_sampler, groups, pack_traces, system_span
 from specbench.errors import UserError
 from specbench.types import (
@@ -34,7 +35,11 @@ BLOCK_ROWS = 4096
 class Eagle3Drafter:
     """An ``Eagle3Model`` with its target's facts; implements ``Drafter``."""
 
-    def __init__(self, model: Eagle3Model, target: TargetInfo, name: str, notes: Sequence[str] = ()) -> None:
+    kind = "eagle3"
+
+    def __init__(
+        self, model: Eagle3Model | MtpModel, target: TargetInfo, name: str, notes: Sequence[str] = ()
+    ) -> None:
         """Wrap ``model``.
 
         Args:
@@ -47,7 +52,7 @@ class Eagle3Drafter:
         self.target = target
         self.info = DrafterInfo(
             name=name,
-            kind="eagle3",
+            kind=self.kind,
             fingerprint=model.fingerprint(),
             taps=model.config.taps,
             num_parameters=sum(p.numel() for p in model.parameters()),

@@ -1,4 +1,4 @@
-"""An EAGLE-3 drafter following one answer online, one round at a time, with a KV cache of its own.
+"""A chain drafter (EAGLE-3, MTP heads) following one answer online, one round at a time, with a KV cache of its own.
 
 Deliberately independent of ``chains``: plain attention over the cache, no packing, so that each judges the
 other.
@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specbench.drafters.chains import sink_span
-from specbench.drafters.eagle3 import Eagle3Model, Layer
+from specbench.drafters.chains import ChainLayer, ChainModel, sink_span
 from specbench.drafters.modules import rotate
 from specbench.types import Proposal
 
@@ -50,7 +49,7 @@ class _Cache:
 class Eagle3Session:
     """Implements ``DraftSession``: verified positions are rebuilt from taps, drafts are dropped."""
 
-    def __init__(self, model: Eagle3Model, bos_id: int | None, system: tuple[int, int] | None = None) -> None:
+    def __init__(self, model: ChainModel, bos_id: int | None, system: tuple[int, int] | None = None) -> None:
         """Start with nothing seen.
 
         Args:
@@ -93,7 +92,7 @@ class Eagle3Session:
             if step > 1:
                 token = torch.tensor(tokens[-1:], device=self.model.device)
                 state = self.model.feedback(residual, post)
-                residual = self._run(state, self.model.embed(token), self.num_rows + step - 2)[-1:]
+                residual = self._run(state, token, self.num_rows + step - 2)[-1:]
                 post = self.model.norm(residual)
             token_id, law = self._choose(self.model.logits(post)[0], generator, temperature)
             tokens.append(token_id)
@@ -123,15 +122,15 @@ class Eagle3Session:
             self.tokens[self.num_rows + 1 : self.num_rows + 1 + count], device=self.model.device
         )
         assert inputs.shape[0] == count, "taps of positions whose next token is unknown"
-        self.residual = self._run(self.model.fuse(taps), self.model.embed(inputs), self.num_rows)[-1:]
+        self.residual = self._run(self.model.fuse(taps), inputs, self.num_rows)[-1:]
         self.num_rows += count
 
-    def _run(self, hidden: Tensor, embeds: Tensor, start: int) -> Tensor:
+    def _run(self, hidden: Tensor, token_ids: Tensor, start: int) -> Tensor:
         """Run all layers over rows at ``start``..; return the residual stream (at least the last row)."""
         positions = torch.arange(start, start + hidden.shape[0], device=hidden.device)
+        embeds = self.model.embed(token_ids, positions)
         tables = self.model.rope.tables(positions, hidden.dtype)
         for layer in self.model.layers:
-            assert isinstance(layer, Layer)
             z, residual = layer.enter(hidden, embeds)
             self.caches[layer.index].append(*layer.self_attn.keys_values(z, tables))
             if layer.index == self.model.config.num_layers - 1:
@@ -139,7 +138,7 @@ class Eagle3Session:
             hidden = layer.leave(z, residual, self._attend(layer, z, positions))
         return hidden
 
-    def _attend(self, layer: Layer, z: Tensor, positions: Tensor) -> Tensor:
+    def _attend(self, layer: ChainLayer, z: Tensor, positions: Tensor) -> Tensor:
         """Return attention outputs [n, Hq, D] of queries at ``positions`` over the layer's cache."""
         config, cache = self.model.config, self.caches[layer.index]
         window = config.window(layer.index)

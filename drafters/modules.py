@@ -82,16 +82,29 @@ def linear(num_in: int, num_out: int, bias: bool, dtype: torch.dtype, device: to
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension, in float32 inside."""
+    """x / rms(x) * (weight + offset) over the last dimension, in float32 inside."""
 
-    def __init__(self, width: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, width: int, eps: float, dtype: torch.dtype, device: torch.device, offset: float = 0.0
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width, dtype=dtype, device=device))
         self.eps = eps
+        self.offset = offset
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normed ``x`` [..., width]."""
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps, self.offset)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """Return x / rms(x) * (weight + offset) [..., width].
+
+    With an offset (Gemma's and Qwen3-Next's norms keep weight - 1) the sum is made in float32, where it is exact.
+    """
+    if offset == 0.0:
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    return F.rms_norm(x.float(), (x.shape[-1],), weight.float() + offset, eps).to(x.dtype)
 
 
 class Rope:
@@ -296,8 +309,8 @@ class DrafterModel(nn.Module):
                 else:
                     parameter.fill_(0.0 if name.endswith("bias") else 1.0)
 
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """Return embeddings [n, H] of target token ids [n]."""
+    def embed(self, token_ids: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Return embeddings [n, H] of target token ids [n]; ``positions`` [n] of the rows that read them."""
         table = self.embed_table if self.embed_tokens is None else self.embed_tokens.weight
         assert table is not None
         return F.embedding(token_ids, table)

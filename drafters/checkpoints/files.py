@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,29 +60,34 @@ def read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def read_tensors(directory: Path) -> dict[str, Tensor]:
-    """Return every tensor of a checkpoint, on the CPU. PyTorch files are read as data only, never as code.
+def read_tensors(directory: Path, wanted: Callable[[str], bool] | None = None) -> dict[str, Tensor]:
+    """Return a checkpoint's tensors, on the CPU. PyTorch files are read as data only, never as code.
+
+    Args:
+        directory: of the checkpoint.
+        wanted: says which tensors to read by name, perhaps none; with an index, shards that hold none of them
+            stay closed and need not be there. None: all, and there must be some.
 
     Raises:
         UserError: no weights, a missing shard, or an unreadable file.
     """
-    files = _weight_files(directory)
     tensors: dict[str, Tensor] = {}
-    for file in files:
-        for name, tensor in _read_file(file).items():
+    for file in _weight_files(directory, wanted):
+        for name, tensor in _read_file(file, wanted).items():
             if name in tensors:
                 raise UserError(f"{directory} holds {name} in two files; keep one")
             tensors[name] = tensor
-    if not tensors:
+    if not tensors and wanted is None:
         raise UserError(f"{directory} holds no tensors")
     return tensors
 
 
-def _weight_files(directory: Path) -> list[Path]:
+def _weight_files(directory: Path, wanted: Callable[[str], bool] | None) -> list[Path]:
     for name in _INDEXES:
         index = directory / name
         if index.is_file():
-            shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            shards = sorted({file for name, file in places.items() if wanted is None or wanted(name)})
             missing = [s for s in shards if not (directory / s).is_file()]
             if missing:
                 raise UserError(
@@ -97,20 +103,21 @@ def _weight_files(directory: Path) -> list[Path]:
     raise UserError(f"{directory} holds neither safetensors nor a pytorch_model.bin")
 
 
-def _read_file(file: Path) -> dict[str, Tensor]:
+def _read_file(file: Path, wanted: Callable[[str], bool] | None) -> dict[str, Tensor]:
     import torch
-    from safetensors.torch import load_file
+    from safetensors import safe_open
 
     try:
         if file.suffix == ".safetensors":
-            loaded: dict[str, Tensor] = load_file(file)
-            return loaded
+            with safe_open(file, framework="pt") as tensors:
+                chosen = [n for n in tensors.keys() if wanted is None or wanted(n)]  # noqa: SIM118 - not a mapping
+                return {name: tensors.get_tensor(name) for name in chosen}
         content = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
         raise UserError(f"{file} cannot be read as weights: {_first_line(error)}") from error
     if not isinstance(content, dict) or not all(isinstance(t, Tensor) for t in content.values()):
         raise UserError(f"{file} is no flat dictionary of tensors")
-    return content
+    return {name: tensor for name, tensor in content.items() if wanted is None or wanted(name)}
 
 
 def _first_line(error: Exception) -> str:

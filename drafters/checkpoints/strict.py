@@ -102,7 +102,7 @@ def check_weights(
             raise UserError(
                 f"{name} has shape {list(tensor.shape)}, but config.json asks for {list(needed[name].shape)}"
             )
-        if not tensor.is_floating_point():
+        if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
             raise UserError(f"{name} is {tensor.dtype}: quantized weights are not supported")
 
 

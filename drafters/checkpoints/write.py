@@ -14,10 +14,11 @@ from torch import Tensor
 
 from specbench.drafters.dflash import DFlashConfig
 from specbench.drafters.eagle3 import Eagle3Config
+from specbench.drafters.mtp import MtpConfig
 from specbench.errors import UserError
 
 
-def layer_config(c: Eagle3Config | DFlashConfig) -> dict[str, Any]:
+def layer_config(c: Eagle3Config | DFlashConfig | MtpConfig) -> dict[str, Any]:
     """Return the keys of one transformer layer, shared by all layouts.
 
     Raises:
@@ -44,8 +45,8 @@ def layer_config(c: Eagle3Config | DFlashConfig) -> dict[str, Any]:
         layer["qkv_bias"] = False
     if c.rope["rope_type"] != "default":
         layer["rope_scaling"] = dict(c.rope)
-    if any(c.windows):
-        windows = [c.window(i) for i in range(c.num_layers)]
+    windows = [c.window(i) for i in range(c.num_layers)]
+    if any(windows):
         sizes = {w for w in windows if w is not None}
         if len(sizes) > 1:
             raise UserError(

@@ -11,6 +11,8 @@ import torch
 
 from specbench.drafters.dflash import DFlashConfig, DFlashModel
 from specbench.drafters.dflash_drafter import DFlashDrafter
+from specbench.drafters.mtp import MtpConfig, MtpModel
+from specbench.drafters.mtp_drafter import MtpDrafter
 from specbench.runners.agreement import Agreement
 from specbench.runners.decode import DecodeRunner
 from specbench.runners.replay import ReplayRunner
@@ -63,9 +65,20 @@ def dflash(target: Target, seed: int, **changes: Any) -> Drafter:
     return DFlashDrafter(model, weights.info, f"dflash-{seed}")
 
 
+def mtp(target: Target, seed: int) -> Drafter:
+    weights = target.weights()
+    config = MtpConfig.for_target(
+        weights.info, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=24, mask_first=seed % 2 == 0
+    )
+    model = MtpModel(config, weights)
+    model.init_weights(torch.Generator().manual_seed(seed), std=0.5)
+    return MtpDrafter(model, weights.info, f"mtp-{seed}")
+
+
 KINDS: dict[str, Callable[[Target, int], Drafter]] = {
     "dflash": lambda target, seed: dflash(target, seed),
     "dflash-window": lambda target, seed: dflash(target, seed, windows=(6, 6), causal=(True, True)),
+    "mtp": mtp,
     "dflash-defect": lambda target, seed: dflash(target, seed, context_norm="layer0"),
 }
 
