@@ -256,7 +256,7 @@ def create(argument: str | None, options: Mapping[str, str], target: TargetWeigh
     """Load the model behind ``draft-lm=PATH``, in the target's precision and on its device.
 
     Raises:
-        UserError: no path, it does not load, or its vocabulary is not the target's.
+        UserError: no path, it does not load, weights are missing, or its vocabulary is not the target's.
     """
     if not argument:
         raise UserError("draft-lm needs a model: draft-lm=PATH")
@@ -266,12 +266,22 @@ def create(argument: str | None, options: Mapping[str, str], target: TargetWeigh
     from specbench.drafters.modules import weights_fingerprint
 
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            argument, dtype=target.embed.dtype, local_files_only=Path(argument).exists()
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            argument,
+            dtype=target.embed.dtype,
+            local_files_only=Path(argument).exists(),
+            output_loading_info=True,
         )
-    except (OSError, ValueError) as error:
+    except Exception as error:  # readers of weights and models raise types of their own
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"draft-lm={argument} does not load as a causal language model: {first}") from error
+    missing = sorted(loading["missing_keys"])
+    if missing:
+        # transformers fills them with random numbers
+        raise UserError(
+            f"draft-lm={argument} lacks {len(missing)} of its weights, {missing[0]} among them; is it a draft head, "
+            "to be given as eagle3=PATH?"
+        )
     _check_vocabulary(argument, model.config.get_text_config().vocab_size, target)
     model.to(target.embed.device).eval()
     config = model.config.to_json_string(use_diff=True)

@@ -295,6 +295,11 @@ def eagle_path(tiny_target_path: Path, tmp_path_factory: pytest.TempPathFactory)
     return path
 
 
+def test_draft_head_given_as_a_language_model(complain: Complain, eagle_path: Path) -> None:
+    sentence = complain(drafter=f"draft-lm={eagle_path}")
+    assert f"draft-lm={eagle_path} lacks " in sentence and "to be given as eagle3=PATH" in sentence
+
+
 def with_taps(*taps: int) -> Callable[[dict[str, Any]], None]:
     def change(config: dict[str, Any]) -> None:
         config["eagle_config"] = {
