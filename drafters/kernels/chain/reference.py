@@ -16,7 +16,7 @@ from torch import Tensor
 
 def sequence_of(rows: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Return the sequence each packed row belongs to; -1 or S for rows outside every sequence."""
-    return torch.searchsorted(cu_seqlens, rows, right=True) - 1
+    return torch.searchsorted(cu_seqlens, rows.contiguous(), right=True) - 1
 
 
 def visible(

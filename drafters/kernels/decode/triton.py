@@ -20,7 +20,7 @@ MIN_KEYS = 256
 """Keys below which a part is not worth a program of its own."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("max_length", "num_splits", "window"))
 def decode_split_kernel(
     q,  # [B, T, Hq, D]
     k,  # [B, L, Hkv, D]
@@ -98,7 +98,7 @@ def decode_split_kernel(
     _store(partial, part, live, acc / total[:, None], D, BLOCK_D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("num_splits",))
 def decode_merge_kernel(
     partial,  # [B, Hkv, splits, BLOCK_M, D]
     partial_lse,  # [B, Hkv, splits, BLOCK_M]

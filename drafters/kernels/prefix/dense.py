@@ -94,6 +94,29 @@ def _compiled_flex() -> Any:
     return torch.compile(flex.flex_attention, dynamic=False)
 
 
+def flex_mask(
+    rows: Tensor,
+    cu_seqlens: Tensor,
+    sink: Tensor | None,
+    num_queries: int,
+    num_keys: int,
+    num_own: int,
+    options: Options,
+) -> flex.BlockMask:
+    """Return FlexAttention's block mask of R x ``num_queries`` queries over N + R x J keys."""
+    seen = predicate(rows, cu_seqlens, sink, num_queries, num_keys, num_own, options)
+    return flex.create_block_mask(
+        lambda batch, head, query, key: seen(query, key),
+        None,
+        None,
+        rows.numel() * num_queries,
+        num_keys + rows.numel() * num_own,
+        device=rows.device.type,
+        # Compiled, it never holds the mask of single queries and keys.
+        _compile=rows.is_cuda,
+    )
+
+
 def attend_flex(
     q: Tensor,
     k: Tensor,
@@ -104,19 +127,13 @@ def attend_flex(
     cu_seqlens: Tensor,
     sink: Tensor | None,
     options: Options,
+    mask: flex.BlockMask | None = None,
 ) -> Tensor:
-    """Return the output [R, T, Hq, D] by FlexAttention, compiled on CUDA."""
+    """Return the output [R, T, Hq, D] by FlexAttention, compiled on CUDA; ``mask``: of ``flex_mask``, to reuse one."""
     num_own = 0 if own_k is None else own_k.shape[1]
-    seen = predicate(rows, cu_seqlens, sink, q.shape[1], k.shape[0], num_own, options)
     queries, keys, values = _arrange(q, k, v, own_k, own_v)
-    mask = flex.create_block_mask(
-        lambda batch, head, query, key: seen(query, key),
-        None,
-        None,
-        queries.shape[2],
-        keys.shape[2],
-        device=q.device.type,
-    )
+    if mask is None:
+        mask = flex_mask(rows, cu_seqlens, sink, q.shape[1], k.shape[0], num_own, options)
     run = _compiled_flex() if q.is_cuda else flex.flex_attention
     out: Tensor = run(queries, keys, values, block_mask=mask, scale=options.scale, enable_gqa=True)
     return out[0].transpose(0, 1).reshape(q.shape)

@@ -12,8 +12,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+SIZES = (
+    "num_tiles",
+    "num_seqs",
+    "num_queries",
+    "num_own",
+    "num_regions",
+    "num_columns",
+    "window",
+    "offset",
+    "recent",
+)
+"""Arguments that change from call to call; a kernel compiled anew for each lucky value would cost more than it saves."""
 
-@triton.jit
+
+@triton.jit(do_not_specialize=SIZES)
 def prefix_plan_queries_kernel(
     rows,  # [R]
     bounds,  # [S+1] first row of each sequence
@@ -65,7 +78,7 @@ def _lower_bound(rows, lo, hi, value):
     return lo
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def prefix_plan_keys_kernel(
     rows,  # [R]
     bounds,  # [S+1]
@@ -234,7 +247,7 @@ def _middle(lo, hi, first_row, last_pos, start, window, BLOCK_N: tl.constexpr):
     return mid_lo, mid_hi
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def prefix_fwd_kernel(
     q,  # [R, T, Hq, D]
     k,  # [N, Hkv, D]
@@ -372,7 +385,7 @@ def _dq_span(
     return dq
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def prefix_bwd_dq_kernel(
     q,  # [R, T, Hq, D]
     k,  # [N, Hkv, D]
@@ -500,7 +513,7 @@ def _dkv_span(
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def prefix_bwd_dkv_kernel(
     q,  # [R, T, Hq, D]
     k,  # [N, Hkv, D]
@@ -557,7 +570,7 @@ def prefix_bwd_dkv_kernel(
     _store(dv_out, n * HKV + head, key_live, dv, D, BLOCK_D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def prefix_bwd_own_kernel(
     q,  # [R, T, Hq, D]
     own_k,  # [R, J, Hkv, D]
@@ -659,7 +672,7 @@ def _stats_span(
     return mass, recent_mass, entropy
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def prefix_stats_kernel(
     q,  # [R, Hq, D]
     k,  # [N, Hkv, D]
