@@ -220,7 +220,7 @@ def make_cells(connection: Any, by: Sequence[str]) -> None:
         f"""
         CREATE OR REPLACE TEMP TABLE cells AS
         SELECT {", ".join(keys)},
-               {", ".join(f"any_value({c}) AS {c}" for c in descriptive)},
+               {"".join(f"any_value({c}) AS {c}, " for c in descriptive)}
                sum(weight) AS weight,
                sum(weight * num_emitted) AS emitted,
                sum(CASE WHEN cut THEN weight ELSE 0 END) AS cut,
@@ -234,11 +234,13 @@ def make_cells(connection: Any, by: Sequence[str]) -> None:
 
 
 def _check_columns(by: Sequence[str]) -> None:
-    known = {c.name for c in ROUNDS}
+    names = [c.name for c in ROUNDS]
+    usable = [n for n in names[: names.index("k") + 1] if n != "prompt_id"]
     for name in by:
-        if name not in known or name == "prompt_id":
-            usable = ", ".join(sorted(known - {"prompt_id"}))
-            raise UserError(f"rounds cannot be grouped by {name!r}; take one of {usable}")
+        if name not in usable:
+            raise UserError(f"rounds cannot be grouped by {name!r}; take one of {', '.join(usable)}")
+    if not by:
+        raise UserError(f"rounds must be grouped by something; keep one of {', '.join(usable)}")
 
 
 def _files(store: RunStore, name: str) -> str:
@@ -267,8 +269,8 @@ def _both_levels(query: _Query, select: str, source: str) -> str:
 
 
 def _steps(query: _Query, expression: str) -> str:
-    """Return ``expression`` once per step, with ``{i}`` and ``{h}`` (= i - 1) filled in."""
-    return ", ".join(expression.format(i=i, h=i - 1) for i in range(1, query.depth + 1))
+    """Return ``expression`` once per step, with ``{i}`` filled in."""
+    return ", ".join(expression.format(i=i) for i in range(1, query.depth + 1))
 
 
 def _pooled_sql(query: _Query) -> str:

@@ -170,6 +170,9 @@ def _word(tried: Tried) -> str:
 def compare(readings: Sequence[Reading], *, draws: int = 10_000, seed: int = 0) -> tuple[Tried, ...]:
     """Compare every reading with the first, which is the declared setting; best first.
 
+    Where several are better and cannot be told apart, the one that was named first leads: settings come in the order
+    in which mistakes are common.
+
     Args:
         readings: over the same prompts in the same order.
         draws: resamples of the prompts.
@@ -180,7 +183,19 @@ def compare(readings: Sequence[Reading], *, draws: int = 10_000, seed: int = 0) 
     level = 1 - _LEVEL / max(1, len(others))
     tried = [_compared(declared, declared, level, draws, seed)]
     tried += [_compared(other, declared, level, draws, seed) for other in others]
-    return tuple(sorted(tried, key=lambda t: (-t.better, -t.difference)))
+    ranked = sorted(tried, key=lambda t: (-t.better, -t.difference))
+    by_name = {reading.name: reading for reading in readings}
+    leader = by_name[ranked[0].name]
+    for one, reading in zip(tried, readings, strict=True):
+        if one.better and one is not ranked[0] and reading.first_only == leader.first_only:
+            rest = _compared(leader, reading, 1 - _LEVEL, draws, seed)
+            if not rest.better:
+                ranked.remove(one)
+                ranked.insert(0, one)
+                break
+        if one is ranked[0]:
+            break
+    return tuple(ranked)
 
 
 def _compared(reading: Reading, declared: Reading, level: float, draws: int, seed: int) -> Tried:
@@ -193,12 +208,15 @@ def _compared(reading: Reading, declared: Reading, level: float, draws: int, see
     difference = float(found.value[0])
     relative = float(total[column] / base[column] - 1) if base[column] else float("inf" if difference else 0)
     floor = _GAIN_LEARNED if reading.learned else _GAIN
-    better = bool(found.low[0] > 0) and relative >= floor and difference >= _GAIN_TOKENS
+    rate = float(total[FIRST] / total[STARTS])
+    # a setting under which the drafter still does not follow the target mends nothing
+    enough = relative >= floor and difference >= _GAIN_TOKENS and rate >= _NEAR_ZERO
+    better = bool(found.low[0] > 0) and enough
     return Tried(
         name=reading.name,
         advice=reading.advice,
         accepted_per_round=None if reading.first_only else float(total[ROUND_ACCEPTED] / total[ROUNDS]),
-        first_rate=float(total[FIRST] / total[STARTS]),
+        first_rate=rate,
         difference=difference,
         low=float(found.low[0]),
         high=float(found.high[0]),

@@ -145,7 +145,7 @@ def _parsed(record: _Reader) -> RunInfo:
         raise UserError(f"{record.where}: 'drafters' must be a list with at least one drafter")
     facts = [_drafter(_Reader(d, f"{record.where}: drafters[{i}]")) for i, d in enumerate(drafters)]
     config = record.object("config")
-    machine = {**record.object("machine").texts(), **target.texts(), **config.texts()}
+    machine = {**record.object("machine").texts(), **config.texts(), **target.texts()}
     named = [f"{k} {machine[k]}" for k in ("gpu", "platform", "cpus", "device", "dtype") if k in machine]
     info = RunInfo(
         run_id=record.text("run_id", None),

@@ -452,7 +452,8 @@
     const several = (key) => unique(rows.map((r) => r[key])).length > 1;
     const extra = ["path", "runner", "sampling", "k"].filter(several);
     const steps = Array.from({ length: depth }, (_, i) => `c_${i + 1}`);
-    const suites = sorted(rows.map((r) => r.suite)).sort((a, b) => (a === OVERALL ? -1 : b === OVERALL ? 1 : 0));
+    let suites = sorted(rows.map((r) => r.suite)).sort((a, b) => (a === OVERALL ? -1 : b === OVERALL ? 1 : 0));
+    if (suites.length === 2) suites = suites.filter((suite) => suite !== OVERALL);
     return suites.flatMap((suite) => {
       const own = rows.filter((r) => r.suite === suite)
         .sort((a, b) => (b.condition === CLEAN) - (a.condition === CLEAN) || a.condition.localeCompare(b.condition) || a.k - b.k);

@@ -123,6 +123,11 @@ def test_bad_groups_and_empty_runs(tmp_path: Path, synthetic: SimpleNamespace) -
         store.write(**synthetic.work([2]))
         with pytest.raises(UserError, match="cannot be grouped by 'colour'"):
             acceptance_table(store, by=("colour",))
+        with pytest.raises(UserError, match="cannot be grouped by 'weight'"):
+            acceptance_table(store, by=("weight",))
+        with pytest.raises(UserError, match="must be grouped by something"):
+            acceptance_table(store, by=())
+        assert acceptance_table(store, by=("suite", "family", "severity", "drafter_kind")).num_rows == 2
 
 
 def test_the_written_table_is_the_returned_one(tmp_path: Path, synthetic: SimpleNamespace) -> None:
@@ -147,7 +152,7 @@ ROW = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(rows=st.lists(ROW, min_size=1, max_size=30))
 def test_every_rate_equals_its_definition(rows: list[dict[str, Any]], synthetic: SimpleNamespace) -> None:
     for row in rows:

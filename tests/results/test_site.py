@@ -326,7 +326,7 @@ def test_a_drafters_page_shows_where_it_comes_from(tab: Any) -> None:
         "d" * 16,
         "2026-01-02",
         "torch 2.11",
-        "All suites, pooled",
+        "toy",
         "text/caps",
         "worst only",
     ):
