@@ -189,7 +189,7 @@ def trace(
         UserError: bad input, before any model runs; or a disk that refuses.
     """
     tokenizer, limit = load_tokenizer(config.target, trust_remote_code=config.trust_remote_code)
-    chat = load_chat(tokenizer, config)
+    chat = load_chat(tokenizer, config, limit)
     num_layers = TargetShape.read(config).num_layers
     chosen = check_taps(taps, num_layers) if taps is not None else default_taps(num_layers)
     plan = make_plan(config, chat, limit)

@@ -125,9 +125,15 @@ def package_versions() -> dict[str, str]:
     return versions
 
 
-def load_chat(tokenizer: Any, config: RunConfig) -> ChatTokenizer:
-    """Wrap the target's tokenizer, with the user's own template where one is given."""
-    return ChatTokenizer(tokenizer, template_file=config.template)
+def load_chat(tokenizer: Any, config: RunConfig, max_positions: int | None = None) -> ChatTokenizer:
+    """Wrap the target's tokenizer, with the user's own template where one is given.
+
+    Args:
+        tokenizer: the target's.
+        config: names the template file, if any.
+        max_positions: the target's limit; conditions that need more are left out with a note.
+    """
+    return ChatTokenizer(tokenizer, template_file=config.template, max_positions=max_positions)
 
 
 class RunDirectory:
@@ -577,7 +583,7 @@ def run(
     if check is not None:
         check(run_settings(config))
     tokenizer, limit = load_tokenizer(config.target, trust_remote_code=config.trust_remote_code)
-    chat = load_chat(tokenizer, config)
+    chat = load_chat(tokenizer, config, limit)
     plan = make_plan(config, chat, limit)
     if config.keep_traces:
         plan = packed.with_kept_traces(plan, config, chat)
