@@ -22,6 +22,11 @@ def checkpoint_kind(where: str) -> str:
     from specbench import registry
 
     config = read_config(find(where))
+    if config.get("speculators_model_type") == "peagle" or config.get("parallel_drafting"):
+        raise UserError(
+            f"{where!r} is a P-EAGLE drafter, which drafts all tokens in one pass from mask tokens and a learnt "
+            "mask_hidden state; its rows are no chain and no DFlash block, so it is not supported"
+        )
     kind = _kind(config)
     if kind is None or kind not in registry.names("drafters"):
         what = (

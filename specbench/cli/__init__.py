@@ -45,6 +45,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "answers": ("specbench.cli.answers:answers", "Write the target's own answers to prompts: training data."),
     "train": ("specbench.cli.train:train", "Train a drafter, or all arms of a recipe."),
     "export": ("specbench.cli.export:export", "Write a drafter in another tool's checkpoint layout."),
+    "convert": ("specbench.cli.convert:convert", "Rewrite a checkpoint in another layout, bit for bit."),
     "submit": ("specbench.cli.submit:submit", "Make a leaderboard entry of a run."),
     "leaderboard": ("specbench.cli.leaderboard:leaderboard", "Build a static site from leaderboard entries."),
     "schema": ("specbench.cli.schema:schema", "Print every column of the result tables with its meaning."),
