@@ -114,6 +114,12 @@ class TapCache:
     """Example key -> (first row, rows)."""
     _rows: int
 
+    @staticmethod
+    def taps_of(path: Path) -> tuple[int, ...] | None:
+        """Return the taps of the cache at ``path``; None where there is none yet."""
+        head = path / "cache.json"
+        return tuple(json.loads(head.read_text())["taps"]) if head.exists() else None
+
     @classmethod
     def open(cls, path: Path, target: Target, *, taps: Sequence[int], budget: int) -> TapCache:
         """Open or start a cache.

@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 
-from specbench.drafters.checkpoints.save import save_drafter
-from specbench.drafters.eagle3 import Eagle3Config, Eagle3Model
+from specbench.drafters.checkpoints.mtp import check_final_norm
+from specbench.drafters.eagle3 import default_taps
 from specbench.drafters.training.card import CardFacts, make_card
 from specbench.drafters.training.data import Example, TapSource, check_examples
 from specbench.drafters.training.evaluate import evaluate
 from specbench.drafters.training.history import LogRow, plot_log
+from specbench.drafters.training.kinds import TrainConfig, cache_taps, choose_mask, make_model, save
 from specbench.drafters.training.processes import Processes
 from specbench.drafters.training.recipe import Arm, make_config
 from specbench.drafters.training.trainer import PackOrder, Trainer, TrainingData
@@ -50,7 +51,7 @@ class TrainingJob:
     held_out: int = 64
     taps: tuple[int, ...] | None = None
     sizes: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of ``Eagle3Config`` all arms share; what is missing is taken from the target."""
+    """Fields that all arms' configurations share; what is missing is taken from the target."""
     cache: Path | None = None
     """Directory for the target's states; None: computed anew for every pack."""
     cache_bytes: int = 32 << 30
@@ -91,6 +92,25 @@ def drafter_sizes(target: Target, given: Mapping[str, Any]) -> dict[str, Any]:
     return sizes | dict(given)
 
 
+def _configs(
+    job: TrainingJob, target: Target, examples: Sequence[Example], draft_vocab: int
+) -> list[TrainConfig]:
+    """Return every arm's configuration; block drafters get a mask token and the taps of the others."""
+    sizes = drafter_sizes(target, job.sizes) | ({} if job.taps is None else {"taps": job.taps})
+    configs: list[TrainConfig] = []
+    for arm in job.arms:
+        own = dict(arm.switches)
+        if arm.drafter == "mtp":
+            check_final_norm(target.weights())
+        if arm.drafter == "dflash":
+            own.setdefault(
+                "mask_token_id", choose_mask(examples, target.info.vocab_size, target.info.stop_ids)
+            )
+            own.setdefault("taps", job.taps or default_taps(target.info.num_layers))
+        configs.append(make_config(target.info, draft_vocab, sizes, own, arm.drafter))
+    return configs
+
+
 def _split(examples: Sequence[Example], held_out: int) -> tuple[Sequence[Example], Sequence[Example]]:
     if held_out < 0 or held_out >= len(examples):
         raise UserError(
@@ -121,13 +141,16 @@ def _with_steps(arm: Arm, examples: Sequence[Example], world: int) -> Arm:
 def _source(
     job: TrainingJob,
     target: Target,
-    taps: Sequence[int],
+    taps: Sequence[int] | None,
     examples: Sequence[Example],
     observer: TrainingObserver,
     processes: Processes,
 ) -> TapSource:
     if job.cache is None:
-        return TargetStates(target, taps)
+        return TargetStates(target, taps or ())
+    if taps is None:
+        # the last state is in every cache, so any will do
+        taps = TapCache.taps_of(job.cache) or ()
     if processes.rank == 0:
         cache = TapCache.open(job.cache, target, taps=taps, budget=job.cache_bytes)
         cache.extend(examples, observer.states)
@@ -185,9 +208,8 @@ def run_job(
         observer.note(
             f"{vocabulary.padded} of {len(vocabulary.target_ids)} draft-vocabulary entries occur in no answer"
         )
-    sizes = drafter_sizes(target, job.sizes) | ({} if job.taps is None else {"taps": job.taps})
-    configs = [make_config(target.info, len(vocabulary.target_ids), sizes, a.switches) for a in job.arms]
-    source = _source(job, target, configs[0].taps, examples, observer, processes)
+    configs = _configs(job, target, examples, len(vocabulary.target_ids))
+    source = _source(job, target, cache_taps(configs), examples, observer, processes)
     share = agreement(examples[:_SAMPLE], source)
     if share < _LOW_AGREEMENT:
         observer.note(
@@ -214,7 +236,7 @@ def run_job(
 def _finish(
     job: TrainingJob,
     arm: Arm,
-    config: Eagle3Config,
+    config: TrainConfig,
     trainer: Trainer,
     vocabulary: Vocabulary,
     target: Target,
@@ -222,14 +244,14 @@ def _finish(
 ) -> float | None:
     """Write the drafter in bfloat16, its plot and its card; return what it accepts per round on held-out answers."""
     out = trainer.out
-    stored = Eagle3Model(trainer.config, target.weights(), vocabulary.target_ids, dtype=torch.bfloat16)
+    stored = make_model(trainer.config, target.weights(), vocabulary.target_ids, torch.bfloat16)
     stored.load_state_dict(trainer.model.state_dict())
-    save_drafter(stored, out)
+    save(stored, out)
     plot_log(trainer.log, out / "loss.png")
     if not trainer.data.held_out:
         return None
     # judged as it is stored and as it will be run: bfloat16 weights, float32 arithmetic
-    judged = Eagle3Model(trainer.config, target.weights(), vocabulary.target_ids, dtype=torch.float32)
+    judged = make_model(trainer.config, target.weights(), vocabulary.target_ids, torch.float32)
     judged.load_state_dict(stored.state_dict())
     report = evaluate(
         judged, target.info, trainer.data.held_out, trainer.data.source, depth=arm.setting.eval_depth

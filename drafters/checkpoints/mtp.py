@@ -127,6 +127,8 @@ def load_mtp(where: str | None, target: TargetWeights, options: Mapping[str, str
             del weights[name]
     config = make_config(file.facts, weights, target.info.num_layers)
     check_target(config, target)
+    if file.facts.family == "dense":
+        check_final_norm(target)
     ids = target_ids(config.draft_vocab_size, config.vocab_size, file.maps, notes)
     skip = options.get("final_norm") == "skip"
     # the layout alone, on no device: shapes are all that is wanted
@@ -138,6 +140,23 @@ def load_mtp(where: str | None, target: TargetWeights, options: Mapping[str, str
     for name, value in options.items():
         notes.add(f"option {name}={value}")
     return LoadedMtp(model=model.eval(), notes=tuple(notes.lines))
+
+
+def check_final_norm(target: TargetWeights) -> None:
+    """Refuse a dense head of our own for a target whose final norm is not the plain one that it is given behind.
+
+    Raises:
+        UserError: the target's norms keep weight - 1.
+    """
+    if target.path is None or not (target.path / "config.json").is_file():
+        return
+    config = read_config(target.path)
+    kind = str((config.get("text_config") or config).get("model_type"))
+    if kind.startswith("gemma") or _FAMILIES.get(kind) == "qwen":
+        raise UserError(
+            f"{target.info.name} ({kind}) has (1 + w) norms, which an MTP-style head of the dense kind does not apply; "
+            "use the head in its own files (mtp), or another drafter"
+        )
 
 
 def read_mtp(directory: Path) -> MtpFile:

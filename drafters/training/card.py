@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from specbench.drafters.eagle3 import Eagle3Config
+from specbench.drafters.dflash import DFlashConfig
+from specbench.drafters.mtp import MtpConfig
 from specbench.drafters.training.evaluate import HeldOut
+from specbench.drafters.training.kinds import TrainConfig
 from specbench.drafters.training.trainer import TrainSetting
 from specbench.types import TargetInfo
 
@@ -19,7 +21,7 @@ class CardFacts:
     """Everything a card says."""
 
     name: str
-    config: Eagle3Config
+    config: TrainConfig
     target: TargetInfo
     setting: TrainSetting
     num_answers: int
@@ -50,7 +52,7 @@ def make_card(facts: CardFacts) -> str:
     lines = [
         f"# {facts.name}",
         "",
-        f"A drafter of the EAGLE-3 family for {facts.target.name} ({switches}).",
+        f"{_what(c)} for {facts.target.name} ({switches}).",
         "",
         "| | |",
         "|---|---|",
@@ -59,9 +61,7 @@ def make_card(facts: CardFacts) -> str:
         f"| draft vocabulary | {c.draft_vocab_size} tokens by frequency, {facts.coverage:.1%} of the answers' tokens |",
         f"| data | {facts.num_answers} greedy answers of the target itself, {facts.num_tokens} answer tokens, "
         f"{facts.epochs:.1f} epochs; {facts.data} |",
-        f"| steps | {s.steps}, of packs of at most {s.batch_rows * s.accumulation} rows; the first {s.shallow_steps} "
-        f"at depth 1, then train-time test of depth {s.chain.depth} ({s.chain.keep:.0%} of the chains go on after "
-        f"each step, weighted to make up for it) |",
+        f"| steps | {s.steps}, of packs of at most {s.batch_rows * s.accumulation} rows; {_steps(c, s)} |",
         f"| loss | forward KL on the draft vocabulary, step weights {s.chain.decay}^i, answer tokens |",
         f"| optimiser | AdamW {s.optim.betas}, learning rate {s.optim.lr:g}, warm-up {s.optim.warmup:.0%}, cosine, "
         f"clip {s.optim.clip}; {s.precision} compute, float32 weights; seed {s.seed} |",
@@ -76,10 +76,13 @@ def make_card(facts: CardFacts) -> str:
         "|---|" + "---|" * len(h.accuracy),
         "| accuracy, forced chains |" + "".join(f" {a:.3f} |" for a in h.accuracy),
         "| marginal rate |" + "".join(f" {a:.3f} |" for a in h.marginal),
-        "| RMS of the fed-back state |" + "".join(f" {a:.3f} |" for a in h.rms),
-        "",
-        f"Growth of the fed-back state's RMS over {len(h.rms)} steps: {h.growth:.3f}.",
     ]
+    if h.rms:
+        lines += [
+            "| RMS of the fed-back state |" + "".join(f" {a:.3f} |" for a in h.rms),
+            "",
+            f"Growth of the fed-back state's RMS over {len(h.rms)} steps: {h.growth:.3f}.",
+        ]
     if facts.measured:
         lines += [
             "",
@@ -98,4 +101,22 @@ def make_card(facts: CardFacts) -> str:
 def _start(setting: TrainSetting) -> str:
     if setting.init == "random":
         return "random"
-    return "final norm and layer from the target's final norm and last block, fc passing the last tap"
+    return "final norm and layers from the target's where shapes agree, fc passing the last state it reads"
+
+
+def _what(config: TrainConfig) -> str:
+    if isinstance(config, DFlashConfig):
+        return "A DFlash drafter"
+    return "An MTP-style head" if isinstance(config, MtpConfig) else "A drafter of the EAGLE-3 family"
+
+
+def _steps(config: TrainConfig, setting: TrainSetting) -> str:
+    chain = setting.chain
+    if isinstance(config, DFlashConfig):
+        return (
+            f"{min(chain.depth, config.max_depth)} masks of each block, behind {chain.keep:.0%} of the rows"
+        )
+    return (
+        f"the first {setting.shallow_steps} at depth 1, then train-time test of depth {chain.depth} "
+        f"({chain.keep:.0%} of the chains go on after each step, weighted to make up for it)"
+    )

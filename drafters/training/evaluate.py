@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specbench.drafters.eagle3 import Eagle3Model
-from specbench.drafters.eagle3_drafter import Eagle3Drafter
+from specbench.drafters.dflash_drafter import DFlashDrafter
 from specbench.drafters.training.data import Example, TapSource
+from specbench.drafters.training.kinds import TrainModel, make_drafter
 from specbench.types import (
     CLEAN,
     ConditionInfo,
@@ -42,7 +42,7 @@ class HeldOut:
     marginal: tuple[float, ...]
     """Per step: share of rounds that accept at least that many tokens."""
     rms: tuple[float, ...]
-    """Per step: mean over rows of the RMS of the state that is fed back."""
+    """Per step: mean over rows of the RMS of the state that is fed back; empty where nothing is."""
 
     @property
     def growth(self) -> float:
@@ -103,7 +103,7 @@ def walk(scores: PositionScores) -> list[int]:
 
 
 def evaluate(
-    model: Eagle3Model, target: TargetInfo, examples: Sequence[Example], source: TapSource, *, depth: int
+    model: TrainModel, target: TargetInfo, examples: Sequence[Example], source: TapSource, *, depth: int
 ) -> HeldOut:
     """Score ``model`` on held-out examples, with every chain run to full depth.
 
@@ -112,12 +112,19 @@ def evaluate(
         target: its target's facts.
         examples: answers it was not trained on.
         source: their states.
-        depth: k.
+        depth: k; of a block drafter at most its masks.
     """
-    drafter = Eagle3Drafter(model, target, "training")
+    drafter = make_drafter(model, target)
+    depth = min(depth, drafter.info.max_depth or depth)
     traces = [to_trace(e, source, model.config.taps, model.dtype) for e in examples]
-    sizes = _StateSize(depth)
-    results = drafter.score(traces, ScoreRequest(depth=depth, full_chains=True), probe=sizes)
+    request = ScoreRequest(depth=depth, full_chains=True)
+    rms: tuple[float, ...] = ()
+    if isinstance(drafter, DFlashDrafter):
+        results = drafter.score(traces, request)
+    else:
+        sizes = _StateSize(depth)
+        results = drafter.score(traces, request, probe=sizes)
+        rms = tuple((sizes.total / sizes.count.clamp(min=1)).tolist())
     rounds = torch.tensor([count for scores in results for count in walk(scores)])
     forced = torch.cat([s.forced for s in results if s.forced is not None])
     asked = (forced >= 0).sum(0).clamp(min=1)
@@ -126,5 +133,5 @@ def evaluate(
         rounds=len(rounds),
         accuracy=tuple(((forced == 1).sum(0) / asked).tolist()),
         marginal=tuple((rounds[:, None] > torch.arange(depth)).float().mean(0).tolist()),
-        rms=tuple((sizes.total / sizes.count.clamp(min=1)).tolist()),
+        rms=rms,
     )

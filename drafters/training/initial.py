@@ -1,7 +1,7 @@
 """Weights to start from.
 
 ``target``: the final norm is the target's, ``fc`` passes the last tap (plus a small random mix of all), and, where the
-target is a Llama-like model of the drafter's sizes, the layer starts from the target's last block. ``random``: N(0,
+target is a Llama-like model of the drafter's sizes, the layers start from the target's last blocks. ``random``: N(0,
 0.02^2) throughout.
 
 Example: ``initialise(model, target, "target", seed=0)``
@@ -14,7 +14,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from specbench.drafters.eagle3 import Eagle3Model, Layer
+from specbench.drafters.dflash import DFlashLayer
+from specbench.drafters.eagle3 import Layer
+from specbench.drafters.mtp import MtpLayer
+from specbench.drafters.training.kinds import TrainModel
 from specbench.types import TargetWeights
 
 Init = Literal["target", "random"]
@@ -22,7 +25,7 @@ _MIX = 0.25
 """Of the random part of ``fc``, relative to ``random``'s."""
 
 
-def initialise(model: Eagle3Model, target: TargetWeights, how: Init, seed: int) -> None:
+def initialise(model: TrainModel, target: TargetWeights, how: Init, seed: int) -> None:
     """Draw or copy every weight.
 
     Args:
@@ -38,21 +41,25 @@ def initialise(model: Eagle3Model, target: TargetWeights, how: Init, seed: int) 
         width = model.config.target_hidden_size
         if target.norm is not None and model.norm.weight.shape == target.norm.shape:
             model.norm.weight.copy_(target.norm)
-        if model.fc is not None and model.config.hidden_size == width:
-            model.fc.weight.mul_(_MIX)
-            model.fc.weight[:, -width:] += torch.eye(width, device=model.device)
-        block = _last_block(target)
-        if block:
-            _copy_block(model, block)
+        # an MTP head reads (embedding, hidden), so its last columns too are those of the target's state
+        fc = model.layers[0].fc if isinstance(model.layers[0], MtpLayer) else model.fc
+        if fc is not None and model.config.hidden_size == width:
+            assert isinstance(fc, torch.nn.Linear)
+            fc.weight.mul_(_MIX)
+            fc.weight[:, -width:] += torch.eye(width, device=model.device)
+        for index, layer in enumerate(model.layers):
+            block = _block(target, target.info.num_layers - len(model.layers) + index)
+            if block:
+                _copy_block(layer, block, model.config.hidden_size)
 
 
-def _last_block(target: TargetWeights) -> dict[str, Tensor]:
-    """Return the target's last block by short names; empty where its files do not say."""
+def _block(target: TargetWeights, index: int) -> dict[str, Tensor]:
+    """Return one of the target's blocks by short names; empty where its files do not say."""
     from safetensors import safe_open
 
     if target.path is None:
         return {}
-    prefix = f"layers.{target.info.num_layers - 1}."
+    prefix = f"layers.{index}."
     found: dict[str, Tensor] = {}
     for file in sorted(target.path.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
@@ -62,22 +69,27 @@ def _last_block(target: TargetWeights) -> dict[str, Tensor]:
     return found
 
 
-def _copy_block(model: Eagle3Model, block: dict[str, Tensor]) -> None:
-    """Copy what has the same shape; the embedding half of layer 0's inputs keeps its random draw."""
-    layer = model.layers[0]
-    assert isinstance(layer, Layer)
-    assert layer.hidden_norm is not None
-    width = model.config.hidden_size
-    places = {
-        "input_layernorm.weight": layer.hidden_norm.weight,
-        "post_attention_layernorm.weight": layer.post_attention_layernorm.weight,
-        "self_attn.o_proj.weight": layer.self_attn.o_proj.weight,
-        **{
-            f"self_attn.{x}_proj.weight": getattr(layer.self_attn, f"{x}_proj").weight[:, width:]
-            for x in "qkv"
+def _copy_block(layer: torch.nn.Module, block: dict[str, Tensor], width: int) -> None:
+    """Copy attention and MLP where their shapes agree; an embedding's share of the inputs keeps its random draw."""
+    assert isinstance(layer, Layer | MtpLayer | DFlashLayer)
+    attention, mlp = layer.self_attn, layer.mlp
+    norm = layer.input_layernorm
+    if isinstance(layer, Layer) and layer.hidden_norm is not None:
+        norm = layer.hidden_norm
+    for places in (
+        {
+            "input_layernorm.weight": norm.weight,
+            "self_attn.o_proj.weight": attention.o_proj.weight,
+            **{
+                f"self_attn.{x}_proj.weight": getattr(attention, f"{x}_proj").weight[:, -width:]
+                for x in "qkv"
+            },
         },
-        **{f"mlp.{x}_proj.weight": getattr(layer.mlp, f"{x}_proj").weight for x in ("gate", "up", "down")},
-    }
-    if all(name in block and block[name].shape == place.shape for name, place in places.items()):
-        for name, place in places.items():
-            place.copy_(block[name])
+        {
+            "post_attention_layernorm.weight": layer.post_attention_layernorm.weight,
+            **{f"mlp.{x}_proj.weight": getattr(mlp, f"{x}_proj").weight for x in ("gate", "up", "down")},
+        },
+    ):
+        if all(name in block and block[name].shape == place.shape for name, place in places.items()):
+            for name, place in places.items():
+                place.copy_(block[name])

@@ -14,7 +14,10 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from specbench.drafters.dflash import DFlashConfig
 from specbench.drafters.eagle3 import Eagle3Config
+from specbench.drafters.mtp import MtpConfig
+from specbench.drafters.training.kinds import TrainConfig
 from specbench.drafters.training.optimiser import OptimSetting
 from specbench.drafters.training.step import ChainSetting
 from specbench.drafters.training.trainer import TrainSetting
@@ -28,8 +31,13 @@ ARMS: Mapping[str, Mapping[str, Any]] = {
     "eagle3-gated": {"gate": True, "norm_per_tap": True},
     "eagle3.1-gated": {"feedback": "post", "gate": True, "norm_per_tap": True},
     "eagle3-resnorm": {"norm_before_residual": True},
+    "mtp": {},
+    "dflash": {"num_layers": 2, "block_size": 8},
 }
-"""Name -> switches of ``Eagle3Config``."""
+"""Name -> switches of its configuration."""
+
+_CONFIGS: Mapping[str, type[TrainConfig]] = {"mtp": MtpConfig, "dflash": DFlashConfig}
+"""Name -> configuration, where that is not ``Eagle3Config``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +47,10 @@ class Arm:
     name: str
     """Of its directory."""
     switches: Mapping[str, Any]
-    """Fields of ``Eagle3Config``."""
+    """Fields of its configuration."""
     setting: TrainSetting
+    drafter: str = "eagle3"
+    """Name in ``ARMS``."""
     epochs: float | None = None
     """Where given, the number of steps follows from it and from the data."""
     branch: str | None = None
@@ -60,7 +70,7 @@ class Recipe:
     held_out: int
     """Answers at the file's end that are kept out of training."""
     sizes: Mapping[str, Any]
-    """Fields of ``Eagle3Config`` that all arms share (heads, widths, ``head``)."""
+    """Fields that all arms' configurations share (heads, widths, ``head``)."""
     arms: tuple[Arm, ...]
 
 
@@ -76,18 +86,32 @@ def arm_switches(name: str) -> Mapping[str, Any]:
 
 
 def make_config(
-    info: TargetInfo, draft_vocab: int, sizes: Mapping[str, Any], arm: Mapping[str, Any]
-) -> Eagle3Config:
+    info: TargetInfo,
+    draft_vocab: int,
+    sizes: Mapping[str, Any],
+    arm: Mapping[str, Any],
+    drafter: str = "eagle3",
+) -> TrainConfig:
     """Return an arm's configuration for a target.
 
+    Args:
+        info: the target.
+        draft_vocab: size of the draft vocabulary.
+        sizes: fields that all arms share; taps are left out where the drafter reads the last state.
+        arm: fields of this one, which win.
+        drafter: name in ``ARMS``.
+
     Raises:
-        UserError: a name is no field of ``Eagle3Config``, or sizes contradict each other.
+        UserError: a name is no field of the configuration, or sizes contradict each other.
     """
-    known = {f.name for f in fields(Eagle3Config)}
+    kind = _CONFIGS.get(drafter, Eagle3Config)
+    if kind is MtpConfig:
+        sizes = {name: value for name, value in sizes.items() if name != "taps"}
+    known = {f.name for f in fields(kind)}
     for name in (*sizes, *arm):
         if name not in known:
             raise unknown_name("drafter switch", name, known)
-    return Eagle3Config.for_target(info, **{"draft_vocab_size": draft_vocab, **sizes, **arm})
+    return kind.for_target(info, **{"draft_vocab_size": draft_vocab, **sizes, **arm})
 
 
 _NESTED = {"chain": ChainSetting, "optim": OptimSetting}
@@ -142,12 +166,13 @@ def read_recipe(path: Path) -> Recipe:
     arms: list[Arm] = []
     for name, changes in data["arms"].items():
         changes = dict(changes or {})
-        switches = arm_switches(changes.pop("drafter", name))
+        drafter = changes.pop("drafter", name)
+        switches = dict(arm_switches(drafter)) | dict(changes.pop("switches", None) or {})
         branch = changes.pop("branch", None)
         if branch is not None and branch not in {arm.name for arm in arms}:
             raise UserError(f"arm {name!r} of {path} branches off {branch!r}, which does not come before it")
         setting = make_setting(changes, common)
-        arms.append(Arm(name=name, switches=switches, setting=setting, branch=branch))
+        arms.append(Arm(name=name, switches=switches, drafter=drafter, setting=setting, branch=branch))
     return Recipe(
         target=data["target"],
         answers=path.parent / data["answers"],

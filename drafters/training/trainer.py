@@ -20,14 +20,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from specbench.drafters.eagle3 import Eagle3Config, Eagle3Model
 from specbench.drafters.training.data import Batch, Example, LossRows, TapSource, load_batch, make_packs
 from specbench.drafters.training.evaluate import evaluate
 from specbench.drafters.training.history import LogRow, write_log
 from specbench.drafters.training.initial import Init, initialise
+from specbench.drafters.training.kinds import TrainConfig, TrainModel, make_model, source_for, with_depth
 from specbench.drafters.training.optimiser import Masters, OptimSetting, learning_rate
 from specbench.drafters.training.processes import ALONE, Processes
-from specbench.drafters.training.step import ChainSetting, chain_loss
+from specbench.drafters.training.step import ChainSetting, loss_of
 from specbench.errors import UserError
 from specbench.types import TargetWeights
 
@@ -133,7 +133,7 @@ class Trainer:
 
     def __init__(
         self,
-        config: Eagle3Config,
+        config: TrainConfig,
         target_ids: Sequence[int],
         target: TargetWeights,
         data: TrainingData,
@@ -155,13 +155,14 @@ class Trainer:
         Raises:
             UserError: ``out`` holds another run.
         """
-        self.config = replace(config, trained_depth=setting.chain.depth)
-        self.target, self.data, self.setting, self.out, self.processes = target, data, setting, out, processes
-        self.model = Eagle3Model(self.config, target, target_ids, dtype=torch.float32)
+        self.config = with_depth(config, setting.chain.depth)
+        self.target, self.setting, self.out, self.processes = target, setting, out, processes
+        self.data = replace(data, source=source_for(config, data.source))
+        self.model = make_model(self.config, target, target_ids, torch.float32)
         initialise(self.model, target, setting.init, setting.seed)
         self.work = self.model
         if setting.precision == "bf16":
-            self.work = Eagle3Model(self.config, target, target_ids, dtype=torch.bfloat16)
+            self.work = make_model(self.config, target, target_ids, torch.bfloat16)
         self.masters = Masters(self.model, self.work, setting.optim, setting.steps)
         self.teacher_head = target.head[self.model.target_ids].to(self.work.dtype)
         self.order = PackOrder([e.num_rows for e in data.examples], setting.batch_rows, setting.seed)
@@ -239,7 +240,7 @@ class Trainer:
         counts = torch.zeros_like(kl)
         names: list[str] = []
         for batch, rows in self._micro_batches():
-            report = chain_loss(
+            report = loss_of(
                 self.work, batch, self.teacher_head, chain,
                 normaliser=rows, generator=generator, with_loss=with_loss,
             )  # fmt: skip
@@ -285,7 +286,7 @@ class Trainer:
         self.log.append(row)
         on_row(row)
 
-    def _note_held_out(self, count: int, model: Eagle3Model, on_row: Callable[[LogRow], None]) -> None:
+    def _note_held_out(self, count: int, model: TrainModel, on_row: Callable[[LogRow], None]) -> None:
         if not self.data.held_out or self.processes.rank:
             return
         setting = self.setting

@@ -1,4 +1,4 @@
-"""``specbench train``: train a drafter of the EAGLE-3 family, or all arms of a recipe.
+"""``specbench train``: train a drafter (EAGLE-3 family, MTP head, DFlash), or all arms of a recipe.
 
 Example: ``specbench train --answers answers.jsonl --drafter eagle3.1 --ttt 4 --out drafters/mine``
 """
@@ -27,7 +27,7 @@ _WITH_RECIPE = (
 @click.command()
 @click.option("--target", default="smollm2-135m", show_default=True, help="The model that drafters shall foresee: a directory, a hub name, or smollm2-135m.")
 @click.option("--answers", type=click.Path(dir_okay=False), help="The target's own answers, from `specbench answers`.")
-@click.option("--drafter", default="eagle3.1", show_default=True, help="Which: eagle3, eagle3-fcnorm, eagle3.1, eagle3-gated, eagle3.1-gated or eagle3-resnorm.")
+@click.option("--drafter", default="eagle3.1", show_default=True, help="Which: eagle3, eagle3-fcnorm, eagle3.1, eagle3-gated, eagle3.1-gated, eagle3-resnorm, mtp or dflash.")
 @click.option("--recipe", type=click.Path(dir_okay=False), help="Train all arms of a recipe instead (drafters/zoo/recipe.yaml).")
 @click.option("--arms", callback=names, help="Only these arms of the recipe, comma-separated.")
 @click.option("--out", type=click.Path(file_okay=False), help="Directory for drafter, checkpoints, log and plot; the same command again goes on where it stopped.")
@@ -42,6 +42,9 @@ _WITH_RECIPE = (
 @click.option("--draft-vocab", type=int, help="Draft vocabulary, chosen by frequency. Default: every token the answers use, at most 32,000.")
 @click.option("--taps", callback=numbers, help="Target states the drafter reads, as hidden_states indices. Default: 2, n/2, n-3.")
 @click.option("--intermediate-size", type=int, help="Of the drafter's MLP. Default: the target's.")
+@click.option("--block-size", type=int, help="dflash: positions of a block, the newest token included. Default: 8.")
+@click.option("--layers", type=int, help="dflash: layers. Default: 2.")
+@click.option("--mask-token", type=int, help="dflash: token id that stands at the places to fill. Default: the lowest that no answer uses.")
 @click.option("--own-head", is_flag=True, help="Train an output head of its own instead of sharing the target's rows.")
 @click.option("--loss-on", type=click.Choice(("answer", "all")), default="answer", show_default=True, help="Tokens that count.")
 @click.option("--init", type=click.Choice(("target", "random")), default="target", show_default=True, help="target: start from the target's last block and final norm.")
@@ -145,7 +148,8 @@ def _single_job(options: dict[str, Any]) -> TrainingJob:
         sizes["intermediate_size"] = options["intermediate_size"]
     arm = Arm(
         name=options["drafter"],
-        switches=arm_switches(options["drafter"]),
+        drafter=options["drafter"],
+        switches=dict(arm_switches(options["drafter"])) | _block_switches(options),
         setting=_setting(options),
         epochs=None if options["steps"] else options["epochs"],
     )
@@ -163,15 +167,30 @@ def _single_job(options: dict[str, Any]) -> TrainingJob:
     )
 
 
+def _block_switches(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the switches that only block drafters have.
+
+    Raises:
+        UserError: one is given for another drafter, or a setting makes no sense for a block.
+    """
+    names = {"block_size": "block_size", "layers": "num_layers", "mask_token": "mask_token_id"}
+    given = {field: options[name] for name, field in names.items() if options[name] is not None}
+    if options["drafter"] != "dflash" and given:
+        name = next(name for name, field in names.items() if field in given)
+        raise UserError(f"--{name.replace('_', '-')} is for --drafter dflash; leave it out")
+    return given
+
+
 def _setting(options: dict[str, Any]) -> Any:
     from specbench.drafters.training.recipe import make_setting
 
     return make_setting(
         {
             "steps": options["steps"] or 1,
-            "chain": {"depth": options["ttt"], "keep": options["keep"]},
+            "chain": {"depth": _depth(options), "keep": options["keep"]},
             "optim": {"lr": options["lr"]},
-            "shallow": options["shallow"],
+            # all masks of a block are trained at once: there is no cheap first step to begin with
+            "shallow": 0.0 if options["drafter"] == "dflash" else options["shallow"],
             "batch_rows": options["batch_rows"],
             "accumulation": options["accumulate"],
             "loss_rows": options["loss_on"],
@@ -181,3 +200,10 @@ def _setting(options: dict[str, Any]) -> Any:
             "checkpoint_minutes": options["checkpoint_minutes"],
         }
     )
+
+
+def _depth(options: dict[str, Any]) -> int:
+    """Return the steps of a chain, or the masks of a block."""
+    if options["drafter"] == "dflash":
+        return int(options["block_size"] or 8) - 1
+    return int(options["ttt"])

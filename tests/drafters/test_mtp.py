@@ -125,6 +125,13 @@ def test_own_files_hold_the_head_bit_for_bit(changes: dict[str, Any], tmp_path: 
     assert drafter.info.settings["feedback"] == "post"
 
 
+def test_a_dense_head_is_refused_behind_other_norms(tmp_path: Path) -> None:
+    target = FAMILIES["qwen3-next"](tmp_path / "target").target
+    save_mtp(make_model(target), tmp_path / "head")
+    with pytest.raises(UserError, match=r"qwen3_next\) has \(1 \+ w\) norms"):
+        create(str(tmp_path / "head"), {}, target)
+
+
 def test_noise_reaches_the_head(tmp_path: Path) -> None:
     drafter = MtpDrafter(make_model(make_target(tmp_path)), make_target(tmp_path).info, "mtp")
     seen: list[int] = []

@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from specbench.drafters.dflash import DFlashConfig
+from specbench.drafters.eagle3 import Eagle3Config
+from specbench.drafters.mtp import MtpConfig
 from specbench.drafters.training.recipe import ARMS, arm_switches, make_config, make_setting, read_recipe
 from specbench.errors import UserError
 
-from .toy import SIZES, make_target
+from .toy import SIZES, TAPS, make_target
 
 TEXT = """
 target: smollm2-135m
@@ -71,18 +74,26 @@ def test_the_bundled_recipe_has_the_arms_of_the_zoo() -> None:
         {"eagle3", "eagle3-fcnorm", "eagle3.1", "eagle3-gated", "eagle3.1-gated"} <= set(zoo_names()) <= names
     )
     assert {"eagle3-resnorm", *(f"{a}-ttt{n}" for a in ("eagle3", "eagle3.1") for n in (2, 4, 8))} <= names
+    (dflash,) = (arm for arm in recipe.arms if arm.name == "dflash")
+    assert dflash.drafter == "dflash" and dflash.setting.shallow == 0 and dflash.switches["block_size"] == 8
     shared = {(a.setting.steps, a.setting.seed, a.setting.batch_rows, a.setting.optim) for a in recipe.arms}
     assert len(shared) == 1
 
 
 def test_arms_are_what_their_names_say() -> None:
     target = make_target()
-    for name in ARMS:
+    for name in (n for n in ARMS if n.startswith("eagle3")):
         config = make_config(target.info, 11, SIZES | {"head": "target_rows"}, arm_switches(name))
+        assert isinstance(config, Eagle3Config)
         assert (config.feedback == "post") == name.startswith("eagle3.1")
         assert config.gate == name.endswith("gated")
         assert config.norm_per_tap == (name not in {"eagle3", "eagle3-resnorm"})
         assert config.norm_before_residual == (name == "eagle3-resnorm")
+    shared = SIZES | {"head": "target_rows"}
+    block = make_config(target.info, 11, shared, {**arm_switches("dflash"), "mask_token_id": 3}, "dflash")
+    assert isinstance(block, DFlashConfig) and block.block_size == 8 and block.taps == TAPS
+    head = make_config(target.info, 11, shared, arm_switches("mtp"), "mtp")
+    assert isinstance(head, MtpConfig) and head.taps == (target.info.num_layers,)
     with pytest.raises(UserError, match="unknown drafter switch 'gates'; did you mean 'gate'"):
         make_config(target.info, 11, SIZES, {"gates": True})
     with pytest.raises(UserError, match="names no steps"):

@@ -10,12 +10,14 @@ import torch
 from specbench.drafters.eagle3_drafter import Eagle3Drafter
 from specbench.drafters.training.data import load_batch
 from specbench.drafters.training.evaluate import evaluate, to_trace
-from specbench.drafters.training.recipe import ARMS
+from specbench.drafters.training.recipe import ARMS as ALL_ARMS
 from specbench.drafters.training.step import ChainSetting, chain_loss
 from specbench.types import ScoreRequest
 
 from ..drafters.eagle3_reference import Naive  # noqa: TID252 - tests are no package
 from .toy import HALF, TAPS, VOCAB, Memory, make_example, make_model, make_target
+
+ARMS = {name: switches for name, switches in ALL_ARMS.items() if name.startswith("eagle3")}
 
 CPU = torch.device("cpu")
 SETTING = ChainSetting(depth=3)

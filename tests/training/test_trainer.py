@@ -15,12 +15,14 @@ from specbench.drafters.training import trainer as module
 from specbench.drafters.training.data import Features
 from specbench.drafters.training.history import LogRow
 from specbench.drafters.training.optimiser import OptimSetting, learning_rate
-from specbench.drafters.training.recipe import ARMS
+from specbench.drafters.training.recipe import ARMS as ALL_ARMS
 from specbench.drafters.training.step import ChainSetting
 from specbench.drafters.training.trainer import Trainer, TrainingData, TrainSetting
 from specbench.errors import UserError
 
 from .toy import HALF, Memory, make_config, make_example, make_target
+
+ARMS = {name: switches for name, switches in ALL_ARMS.items() if name.startswith("eagle3")}
 
 SETTING = TrainSetting(
     steps=8,
