@@ -7,11 +7,15 @@ from collections.abc import Mapping
 BUILTIN: Mapping[str, str] = {
     "replay": "specbench.runners.replay:replay_runner",
     "decode": "specbench.runners.decode:decode_runner",
+    "vllm": "specbench.runners.vllm_engine:vllm_runner",
+    "vllm-server": "specbench.runners.vllm_server:server_runner",
 }
 
 DESCRIPTIONS: Mapping[str, str] = {
     "replay": "scores drafters on the target's own traces, all positions at once; greedy, match, exact rejection",
     "decode": "a real draft-verify loop, one answer at a time, with timings; greedy, match, rejection; lossless",
+    "vllm": "the vLLM engine in this process, fed token ids; its own metrics as rounds (pip install vllm)",
+    "vllm-server": "an OpenAI-compatible vLLM server that runs already (--url); rounds or counters of its own",
 }
 
 DEMO_TARGET = "smollm2-135m"

@@ -1,0 +1,96 @@
+"""A drafter of ours as an engine is told of it: vLLM's speculative configuration, and files where it needs some.
+
+Example:
+    spec = engine_spec(drafter, target.weights(), Path("cache"))
+    spec.config   # {"method": "eagle3", "model": "cache/5f0c.../"}
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specbench.errors import UserError
+from specbench.types import Drafter, TargetWeights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """How an engine runs one drafter."""
+
+    method: str
+    """vLLM's name of the method."""
+    config: Mapping[str, Any]
+    """Of ``speculative_config``, depth and sampling methods apart."""
+    proposes_always: bool = True
+    """Whether every round has draft tokens; prompt lookup often finds none."""
+    probabilistic: bool = True
+    """Whether it has a law to draw drafts from; else drafts are one-hot at any temperature."""
+
+
+def engine_spec(drafter: Drafter, target: TargetWeights, cache: Path) -> EngineSpec:
+    """Return what vLLM must be told to run a drafter.
+
+    Args:
+        drafter: any of ours.
+        target: the drafter's target.
+        cache: where exported checkpoints are kept, one directory a fingerprint.
+
+    Raises:
+        UserError: vLLM cannot express the drafter; the sentence names the switch.
+    """
+    kind = drafter.info.kind
+    make = {"ngram": _ngram, "draft-lm": _draft_lm, "eagle3": _eagle3}.get(kind)
+    if make is None:
+        raise UserError(
+            f"drafter {drafter.info.name!r}: there is no way to hand one of kind {kind!r} to vLLM; "
+            "use --runner replay or decode"
+        )
+    try:
+        return make(drafter, target, cache)
+    except UserError as error:
+        raise UserError(f"drafter {drafter.info.name!r} cannot run in vLLM: {error}") from error
+
+
+def _ngram(drafter: Any, target: TargetWeights, cache: Path) -> EngineSpec:
+    config = {"method": "ngram", "prompt_lookup_min": drafter.min_n, "prompt_lookup_max": drafter.max_n}
+    return EngineSpec(method="ngram", config=config, proposes_always=False, probabilistic=False)
+
+
+def _draft_lm(drafter: Any, target: TargetWeights, cache: Path) -> EngineSpec:
+    model = drafter.model
+    where = Path(str(getattr(model, "name_or_path", "") or ""))
+    if not (where / "config.json").is_file():
+        where = _kept(cache, drafter.info.fingerprint, model.save_pretrained)
+    return EngineSpec(method="draft_model", config={"method": "draft_model", "model": str(where)})
+
+
+def _eagle3(drafter: Any, target: TargetWeights, cache: Path) -> EngineSpec:
+    from specbench.drafters.checkpoints.save import export_model
+
+    where = _kept(
+        cache, drafter.info.fingerprint, lambda path: export_model(drafter.model, "vllm", path, target)
+    )
+    return EngineSpec(method="eagle3", config={"method": "eagle3", "model": str(where)})
+
+
+def _kept(cache: Path, fingerprint: str, write: Any) -> Path:
+    """Return the directory of one checkpoint, written whole or not at all."""
+    assert fingerprint, "a checkpoint without a fingerprint cannot be told from another"
+    path = cache / fingerprint
+    if (path / "config.json").is_file():
+        return path
+    cache.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(dir=cache, prefix=".writing-"))
+    try:
+        write(work)
+        if path.exists():
+            shutil.rmtree(path)
+        work.rename(path)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return path

