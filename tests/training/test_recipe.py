@@ -70,12 +70,16 @@ def test_the_bundled_recipe_has_the_arms_of_the_zoo() -> None:
     file = Path(__file__).parents[2] / "drafters" / "zoo" / "recipe.yaml"
     recipe = read_recipe(file)
     names = {arm.name for arm in recipe.arms}
-    assert (
-        {"eagle3", "eagle3-fcnorm", "eagle3.1", "eagle3-gated", "eagle3.1-gated"} <= set(zoo_names()) <= names
-    )
-    assert {"eagle3-resnorm", *(f"{a}-ttt{n}" for a in ("eagle3", "eagle3.1") for n in (2, 4, 8))} <= names
-    (dflash,) = (arm for arm in recipe.arms if arm.name == "dflash")
-    assert dflash.drafter == "dflash" and dflash.setting.shallow == 0 and dflash.switches["block_size"] == 8
+    assert zoo_names() and set(zoo_names()) <= names
+    assert {
+        "eagle3",
+        "eagle3-fcnorm",
+        "eagle3.1",
+        "eagle3-gated",
+        "eagle3.1-gated",
+        "eagle3-resnorm",
+    } <= names
+    assert {f"{a}-ttt{n}" for a in ("eagle3", "eagle3.1") for n in (2, 4, 8)} <= names
     shared = {(a.setting.steps, a.setting.seed, a.setting.batch_rows, a.setting.optim) for a in recipe.arms}
     assert len(shared) == 1
 

@@ -1,0 +1,45 @@
+"""The prompts of our own writing: reproducible, and none of them in an evaluation set."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def module() -> Any:
+    spec = importlib.util.spec_from_file_location("zoo_prompts", ROOT / "drafters" / "zoo" / "prompts.py")
+    assert spec is not None and spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+def test_prompts_are_distinct_and_follow_from_the_seed(module: Any) -> None:
+    prompts = module.make_prompts(500, seed=1)
+    assert len(set(prompts)) == 500
+    assert prompts == module.make_prompts(500, seed=1) and prompts != module.make_prompts(500, seed=2)
+    assert not [p for p in prompts if "{" in p or "}" in p]
+
+
+def turns(path: Path) -> set[str]:
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return {turn.strip().lower() for row in rows for turn in row["turns"]}
+
+
+def test_none_is_in_the_built_in_set(module: Any) -> None:
+    ours = {p.lower() for p in module.make_prompts(5000)}
+    assert not ours & turns(ROOT / "benchmarks" / "data" / "mini.jsonl")
+
+
+@pytest.mark.data
+def test_none_is_in_a_public_set(module: Any, data_dir: Path) -> None:
+    ours = {p.lower() for p in module.make_prompts(5000)}
+    for name in ("alpaca_eagle", "mt_bench", "qa_eagle"):
+        assert not ours & turns(data_dir / f"{name}.jsonl")
