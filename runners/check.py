@@ -27,7 +27,17 @@ from specbench.drafters.eagle3_drafter import Eagle3Drafter
 from specbench.drafters.resolve import load_drafter
 from specbench.errors import SpecbenchWarning, UserError
 from specbench.perturbations.resolve import resolve_conditions
-from specbench.results.checkup import DECLARED, Checkup, Reading, Remark, Tried, best_of, compare, conclude
+from specbench.results.checkup import (
+    DECLARED,
+    FIRST,
+    Checkup,
+    Reading,
+    Remark,
+    Tried,
+    best_of,
+    compare,
+    conclude,
+)
 from specbench.runners.answers import Answerer
 from specbench.runners.pipeline import load_chat
 from specbench.runners.plan import is_unchanged, load_prompts, render_turn
@@ -42,6 +52,8 @@ BOS_CONDITIONS: Mapping[str, str] = {
     "template/no_bos": "BOS left out",
 }
 _MAX_REPAIRS = 3
+_LEARNED_OVER_BIGRAMS = 1.25
+"""A map from draft ids to tokens has to beat one from the newest token to the next by this factor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +126,7 @@ def eagle_drafter(drafter: Drafter) -> Eagle3Drafter:
         UserError: it is of another kind.
     """
     inner = getattr(drafter, "drafter", drafter)
-    if not isinstance(inner, Eagle3Drafter):
+    if not isinstance(inner, Eagle3Drafter) or not isinstance(inner.model, Eagle3Model):
         raise UserError(
             f"{drafter.info.name!r} is a drafter of kind {drafter.info.kind!r}, which has no settings to vary; check "
             "examines checkpoints of the EAGLE-3 family"
@@ -419,24 +431,24 @@ def _learned_reading(drafter: Eagle3Drafter, traces: Sequence[Trace]) -> Reading
     for trace in traces:
         probe = _FirstTokens(model)
         drafter.score([trace], ScoreRequest(depth=1), probe=probe)
-        pairs.append((probe.best, torch.tensor(trace.answer_ids[1:])))
-    rows = []
-    for i, (best, tokens) in enumerate(pairs):
-        ids = model.target_ids.cpu().clone()
+        answer = torch.tensor(trace.answer_ids)
+        pairs.append((probe.best, answer[:-1], answer[1:]))
+    rows, bigrams = [], 0
+    for i, (best, newest, tokens) in enumerate(pairs):
         others = [pair for j, pair in enumerate(pairs) if j % 2 != i % 2]
-        keys = torch.cat([b for b, _ in others]) * model.config.vocab_size + torch.cat([t for _, t in others])
-        unique, counts = keys.unique(return_counts=True)
-        # ascending counts: the most frequent token of a draft id is written last
-        order = counts.argsort(stable=True)
-        unique = unique[order]
-        for draft, token in zip(
-            (unique // model.config.vocab_size).tolist(),
-            (unique % model.config.vocab_size).tolist(),
-            strict=True,
-        ):
-            ids[draft] = token
+        learned = _most_frequent(torch.cat([b for b, _, _ in others]), torch.cat([t for _, _, t in others]))
+        ids = model.target_ids.cpu().clone()
+        ids[torch.tensor(list(learned), dtype=torch.int64)] = torch.tensor(
+            list(learned.values()), dtype=torch.int64
+        )
         hits = int((ids[best] == tokens).sum())
         rows.append([len(tokens), hits, hits, len(tokens), hits])
+        pairs_seen = _most_frequent(
+            torch.cat([n for _, n, _ in others]), torch.cat([t for _, _, t in others])
+        )
+        bigrams += sum(pairs_seen.get(n) == t for n, t in zip(newest.tolist(), tokens.tolist(), strict=True))
+    if sum(row[FIRST] for row in rows) < _LEARNED_OVER_BIGRAMS * bigrams:
+        return None  # what was learned is the language, not the drafter
     advice = "the vocabulary map (d2t) does not belong to these weights; export both together again"
     return Reading(
         name="vocab_map learned from the answers",
@@ -445,6 +457,13 @@ def _learned_reading(drafter: Eagle3Drafter, traces: Sequence[Trace]) -> Reading
         first_only=True,
         learned=True,
     )
+
+
+def _most_frequent(keys: Tensor, values: Tensor) -> dict[int, int]:
+    """Return for every key the value that stands beside it most often."""
+    both, counts = torch.stack([keys, values], dim=1).unique(dim=0, return_counts=True)
+    # ascending counts: the most frequent one is written last
+    return dict(both[counts.argsort(stable=True)].tolist())
 
 
 # ---- what needs no comparison

@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from specbench.config import RunConfig
+from specbench.drafters.eagle3 import Eagle3Model
 from specbench.drafters.eagle3_drafter import Eagle3Drafter, system_span
 from specbench.drafters.resolve import load_drafter, parse_drafters, required_taps
 from specbench.errors import UserError
@@ -141,7 +142,7 @@ def load_drafters(config: RunConfig, weights: TargetWeights) -> dict[str, Eagle3
         if not isinstance(inner, Eagle3Drafter):
             raise UserError(
                 f"{spec.text!r} is a drafter of kind {drafter.info.kind!r}, whose chains hold no states to look into; "
-                "diagnose takes checkpoints of the EAGLE-3 family: leave it out"
+                "diagnose takes checkpoints of the EAGLE-3 family and MTP heads: leave it out"
             )
         found[spec.text] = inner
     return found
@@ -375,6 +376,8 @@ class Job:
 
     def _windows(self, name: str, drafter: Eagle3Drafter, group: Sequence[Trace]) -> None:
         """Part 6, on the answers that are longer than the window; on others a window changes nothing."""
+        if not isinstance(drafter.model, Eagle3Model):
+            return  # MTP heads have no window to choose
         m, rows = self.measures, []
         for window in m.windows:
             longer = [t for t in group if len(t.ids) > window]
