@@ -545,7 +545,13 @@ def engine_lines(record: Mapping[str, Any]) -> Iterator[str]:
     """Say which engine counts, and what of its settings changes what acceptance means."""
     engine = record.get("engine")
     if engine is not None:
-        shown = ("dtype", "draft_sample_method", "rejection_sample_method", "parallel_drafting", "prefix_cache")
+        shown = (
+            "dtype",
+            "draft_sample_method",
+            "rejection_sample_method",
+            "parallel_drafting",
+            "prefix_cache",
+        )
         yield f"engine {engine['name']} {engine['version']} on {engine['device']}: " + ", ".join(
             f"{name} {str(engine[name]).lower()}" for name in shown if name in engine
         )

@@ -64,6 +64,18 @@ def directory_of(package: str) -> Path:
     raise AssertionError(f"package-dir does not map {package}")
 
 
+def named_data() -> set[Path]:
+    """The files that package-data takes along."""
+    patterns: dict[str, list[str]] = settings()["package-data"]
+    return {
+        path
+        for package, globs in patterns.items()
+        for pattern in globs
+        for path in directory_of(package).glob(pattern)
+        if path.is_file()
+    }
+
+
 def test_every_subpackage_is_named() -> None:
     modules = [path for path in files_on_disk() if path.suffix == ".py"]
     assert len(modules) > 50
@@ -71,7 +83,9 @@ def test_every_subpackage_is_named() -> None:
 
 
 def test_every_folder_with_modules_is_a_package() -> None:
-    for folder in {path.parent for path in files_on_disk() if path.suffix == ".py"}:
+    # a script among data files is data
+    modules = [path for path in files_on_disk() if path.suffix == ".py" and path not in named_data()]
+    for folder in {path.parent for path in modules}:
         assert (folder / "__init__.py").is_file(), f"{folder.relative_to(ROOT)} lacks an __init__.py"
 
 
@@ -87,15 +101,7 @@ def test_nothing_generic_at_top_level() -> None:
 def test_every_data_file_is_named() -> None:
     data = [path for path in files_on_disk() if path.suffix != ".py"]
     assert ROOT / "benchmarks" / "data" / "mini.jsonl" in data
-    patterns: dict[str, list[str]] = settings()["package-data"]
-    named = {
-        path
-        for package, globs in patterns.items()
-        for pattern in globs
-        for path in directory_of(package).glob(pattern)
-        if path.is_file()
-    }
-    assert set(data) - named == set()
+    assert set(data) - named_data() == set()
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
