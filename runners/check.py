@@ -136,7 +136,7 @@ def eagle_drafter(drafter: Drafter) -> Eagle3Drafter:
 
 def needed_taps(drafter: Eagle3Drafter, target: TargetWeights) -> tuple[int, ...]:
     """Return the declared taps and their neighbours, as far as the target has them."""
-    near = {tap + shift for tap in drafter.model.config.taps for shift in (-1, 0, 1)}
+    near = {tap + shift for tap in eagle3_model(drafter).config.taps for shift in (-1, 0, 1)}
     return tuple(sorted(tap for tap in near if 0 <= tap <= target.info.num_layers))
 
 
@@ -163,7 +163,7 @@ def examine(
         seed: of the resamples.
     """
     base = traces[DECLARED]
-    settings = possible_settings(drafter.model, target)
+    settings = possible_settings(eagle3_model(drafter), target)
     note(f"scoring {len(settings) + len(traces)} settings")
     scores = _score(drafter, base, depth)
     readings = [_reading(DECLARED, "", base, scores, depth)]
@@ -190,16 +190,31 @@ def examine(
             *(Remark(text=n, serious=False) for n in drafter.info.notes),
         ],
         depth=depth,
-        settings=_in_words(drafter.model.config),
+        settings=_in_words(eagle3_model(drafter).config),
         repairs=repairs,
         draws=draws,
         seed=seed,
     )
 
 
+def eagle3_model(drafter: Eagle3Drafter) -> Eagle3Model:
+    """Return a drafter's model.
+
+    Raises:
+        UserError: it is an MTP head, which has no switches to vary.
+    """
+    model = drafter.model
+    if not isinstance(model, Eagle3Model):
+        raise UserError(
+            f"specbench check varies the switches of the EAGLE-3 family, and {drafter.info.name!r} is an MTP head; "
+            "score it with specbench run"
+        )
+    return model
+
+
 def resettled(drafter: Eagle3Drafter, target: TargetWeights, setting: Setting) -> Eagle3Drafter:
     """Return the same weights under another setting; norms that the file does not hold have weight 1."""
-    model = drafter.model
+    model = eagle3_model(drafter)
     ids = model.target_ids if setting.ids is None else setting.ids
     twin = Eagle3Model(replace(model.config, **setting.changes), target, ids, dtype=model.dtype)
     own = model.state_dict()
@@ -393,7 +408,7 @@ def _repairs(
     setting: Setting | None = first
     while setting is not None and len(found) < _MAX_REPAIRS:
         drafter = resettled(drafter, target, setting)
-        settings = {s.name: s for s in possible_settings(drafter.model, target)}
+        settings = {s.name: s for s in possible_settings(eagle3_model(drafter), target)}
         scores = _score(drafter, traces, depth)
         readings = [_reading(DECLARED, "", traces, scores, depth)]
         readings += _settings_readings(drafter, target, traces, scores, depth, settings.values())
@@ -424,7 +439,7 @@ def _learned_reading(drafter: Eagle3Drafter, traces: Sequence[Trace]) -> Reading
 
     Whatever is wrong with d2t, a draft id then stands for the token that followed most often where it was proposed.
     """
-    model = drafter.model
+    model = eagle3_model(drafter)
     if model.config.draft_vocab_size == model.config.vocab_size or len(traces) < 2:
         return None
     pairs = []
@@ -461,7 +476,7 @@ def _learned_reading(drafter: Eagle3Drafter, traces: Sequence[Trace]) -> Reading
 
 def _most_frequent(keys: Tensor, values: Tensor) -> dict[int, int]:
     """Return for every key the value that stands beside it most often."""
-    both, counts = torch.stack([keys, values], dim=1).unique(dim=0, return_counts=True)
+    both, counts = torch.unique(torch.stack([keys, values], dim=1), dim=0, return_counts=True)
     # ascending counts: the most frequent one is written last
     return dict(both[counts.argsort(stable=True)].tolist())
 
@@ -472,7 +487,7 @@ def _most_frequent(keys: Tensor, values: Tensor) -> dict[int, int]:
 def _remarks(
     drafter: Eagle3Drafter, target: TargetWeights, traces: Sequence[Trace], scores: Sequence[PositionScores]
 ) -> list[Remark]:
-    c, found = drafter.model.config, []
+    c, found = eagle3_model(drafter).config, []
     bad = sum(s.num_nonfinite for s in scores)
     if bad:
         found.append(Remark(text=f"its logits hold NaN or infinities at {bad} positions", serious=True))
@@ -481,8 +496,8 @@ def _remarks(
         text = f"the clean prompts begin with {doubled} BOS tokens: template and tokenizer both add one"
         found.append(Remark(text=text, serious=True))
     if c.draft_vocab_size < c.vocab_size:
-        identity = torch.arange(c.draft_vocab_size, device=drafter.model.target_ids.device)
-        if torch.equal(drafter.model.target_ids, identity):
+        identity = torch.arange(c.draft_vocab_size, device=eagle3_model(drafter).target_ids.device)
+        if torch.equal(eagle3_model(drafter).target_ids, identity):
             text = (
                 f"d2t is all zeros with {c.draft_vocab_size} of {c.vocab_size} tokens: it was never filled in"
             )

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from specbench.config import RunConfig
 from specbench.drafters.eagle3 import Eagle3Model
-from specbench.drafters.eagle3_drafter import Eagle3Drafter, system_span
+from specbench.drafters.eagle3_drafter import Eagle3Drafter
 from specbench.drafters.resolve import load_drafter, parse_drafters, required_taps
+from specbench.drafters.scoring import system_span
 from specbench.errors import UserError
 from specbench.perturbations.resolve import resolve_conditions
 from specbench.results.diagnosis_store import DiagnosisWriter
@@ -365,7 +366,7 @@ class Job:
                     seed = int.from_bytes(digest[:8], "little") % (1 << 62)
                     noise = GaussianNoise(path=path, alpha=alpha, seed=seed, num_rows=num_rows)
                     scores = drafter.score(group, ScoreRequest(depth=m.depth), perturb=noise)
-                    setting = {"path": path, "alpha": alpha, "seed": draw}
+                    setting: dict[str, Any] = {"path": path, "alpha": alpha, "seed": draw}
                     rows += [
                         self._acceptance(
                             name, t, s, part="noise", arm=f"{path} {alpha:g}", depth=m.depth, **setting
@@ -391,7 +392,7 @@ class Job:
                     changed = self._window(name, drafter, window, sink, positions)
                     scores = changed.score(able, ScoreRequest(depth=m.depth))
                     arm = f"{window} {sink} {positions}"
-                    setting = {"window": window, "sink": sink, "positions": positions}
+                    setting: dict[str, Any] = {"window": window, "sink": sink, "positions": positions}
                     rows += [
                         self._acceptance(name, t, s, part="window", arm=arm, depth=m.depth, **setting)
                         for t, s in zip(able, scores, strict=True)

@@ -79,13 +79,13 @@ def trained(target: Target, **options: Any) -> Eagle3Drafter:
     )  # fmt: skip
     answerer = Answerer(target, taps=config.taps, max_new_tokens=24)
     traces = list(answerer.answer(prompts()))
-    model = Eagle3Model(config, weights, target_ids=[i for i in range(VOCAB) if i % 4 != 1])
+    model = Eagle3Model(config, weights, target_ids=[i for i in range(VOCAB) if i % 4 != 3])
     model.init_weights(torch.Generator().manual_seed(0), std=0.2)
     drafter = Eagle3Drafter(model, weights.info, "drafter")
     packed, rows = drafter.pack(traces)
     rows = rows[rows + DEPTH <= packed.last[rows]]
     optimiser = torch.optim.Adam(model.parameters(), lr=0.01)
-    for _ in range(60):
+    for _ in range(45):
         losses: list[torch.Tensor] = []
 
         def on_step(
@@ -144,7 +144,6 @@ BREAKS: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "norm_output": (edit_config(norm_output=False), "norm flags", "norm_output read as false"),
     "fc_norm": (remove_fc_norm, "norm flags", "fc_norm not applied"),
     "rope": (edit_config(rope_theta=1e4, rope_parameters=None), "positions", "RoPE base 10000"),
-    "residual": (edit_config(norm_before_residual=True), "norm flags", "norm_before_residual read as true"),
 }
 
 
