@@ -216,7 +216,8 @@ def _read_record(path: Path) -> dict[str, Any]:
     if version != FORMAT_VERSION:
         raise UserError(
             f"{file} is of trace pack format {version}, and this specbench {__version__} reads format "
-            f"{FORMAT_VERSION}; use the specbench that wrote it ({record.get('specbench_version', 'unknown')}), or trace again"
+            f"{FORMAT_VERSION}; use the specbench that wrote it "
+            f"({record.get('specbench_version', 'unknown')}), or trace again"
         )
     assert isinstance(record, dict)
     return record

@@ -64,6 +64,21 @@ def _arrange(
     return q.flatten(0, 1).transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None]
 
 
+def sdpa_mask(
+    rows: Tensor,
+    cu_seqlens: Tensor,
+    sink: Tensor | None,
+    num_queries: int,
+    num_keys: int,
+    num_own: int,
+    options: Options,
+) -> Tensor:
+    """Return who sees what, [R x T, N + R x J] booleans."""
+    seen = predicate(rows, cu_seqlens, sink, num_queries, num_keys, num_own, options)
+    index = torch.arange(rows.numel() * num_queries, device=rows.device)[:, None]
+    return seen(index, torch.arange(num_keys + rows.numel() * num_own, device=rows.device))
+
+
 def attend_sdpa(
     q: Tensor,
     k: Tensor,
@@ -74,13 +89,13 @@ def attend_sdpa(
     cu_seqlens: Tensor,
     sink: Tensor | None,
     options: Options,
+    mask: Tensor | None = None,
 ) -> Tensor:
-    """Return the output [R, T, Hq, D] by ``scaled_dot_product_attention`` with a materialised mask."""
+    """Return the output [R, T, Hq, D] by SDPA with a materialised mask; ``mask``: of ``sdpa_mask``, to reuse one."""
     num_own = 0 if own_k is None else own_k.shape[1]
-    seen = predicate(rows, cu_seqlens, sink, q.shape[1], k.shape[0], num_own, options)
     queries, keys, values = _arrange(q, k, v, own_k, own_v)
-    index = torch.arange(queries.shape[2], device=q.device)[:, None]
-    mask = seen(index, torch.arange(keys.shape[2], device=q.device))
+    if mask is None:
+        mask = sdpa_mask(rows, cu_seqlens, sink, q.shape[1], k.shape[0], num_own, options)
     # A query that sees nothing would be NaN; it looks at every key instead, and its output is dropped.
     alive = mask.any(1, keepdim=True)
     out = functional.scaled_dot_product_attention(
