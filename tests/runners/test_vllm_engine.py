@@ -1,0 +1,335 @@
+"""The vLLM runner: with scripted engines everywhere, with the engine itself where it is installed."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specbench.drafters.eagle3 import Eagle3Config, Eagle3Model
+from specbench.drafters.eagle3_drafter import Eagle3Drafter
+from specbench.drafters.ngram import NgramDrafter
+from specbench.errors import UserError
+from specbench.runners import engine_defects, vllm_start
+from specbench.runners.engine_spec import engine_spec
+from specbench.runners.runner import Outcome, RunSettings, Work
+from specbench.runners.targets import Target
+from specbench.runners.vllm_engine import VllmRunner, read_options
+from specbench.runners.vllm_process import RemoteEngine
+from specbench.runners.vllm_start import EngineAnswer, EngineOptions, Request, engine_version, start_failure
+from specbench.types import ConditionInfo, RenderedPrompt, Sampling, Span, TargetWeights
+
+CLEAN = ConditionInfo(id="template/regular", family="template", severity=0, description="clean")
+
+
+def prompts(count: int) -> list[RenderedPrompt]:
+    return [
+        RenderedPrompt(
+            prompt_id=f"t/{i}", suite="t", category="", turn=0, condition=CLEAN, token_ids=(1, 30, 31 + i),
+            spans=(Span(kind="user", start=0, end=3),), bos_count=1, template_hash="",
+        )
+        for i in range(count)
+    ]  # fmt: skip
+
+
+def settings(**changes: Any) -> RunSettings:
+    made = RunSettings(depths=(4,), sampling=Sampling(), sampler="greedy", max_new_tokens=20, batch_size=4)
+    return replace(made, **changes)
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target_path: Path) -> Target:
+    return Target.load(str(tiny_target_path), device="cpu", dtype="float32")
+
+
+class Scripted:
+    """An engine that accepts by script, and counts as vLLM does: behind the answer's end, too."""
+
+    def __init__(self, options: EngineOptions, script: Sequence[int], stop_after: int | None = None) -> None:
+        assert options.speculative is not None
+        self.options, self.script, self.stop_after = options, script, stop_after
+        self.depth = int(options.speculative["num_speculative_tokens"])
+        self.closed = False
+
+    def answer(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        stop_ids: Sequence[int],
+        on_tokens: Callable[[int], None] = lambda _n: None,
+    ) -> Iterator[EngineAnswer]:
+        for request in requests:
+            length = min(request.max_tokens, self.stop_after or request.max_tokens)
+            emitted, records, turn = [1], [], 0
+            while sum(emitted) < length:
+                accepted = min(self.script[turn % len(self.script)], self.depth)
+                turn += 1
+                records.append((accepted, self.depth))
+                emitted.append(min(accepted + 1, length - sum(emitted)))
+            on_tokens(length)
+            yield EngineAnswer(
+                key=request.key, prompt_ids=request.token_ids, token_ids=tuple(range(100, 100 + length)),
+                finish="stop" if self.stop_after else "length", emitted=tuple(emitted), records=tuple(records),
+            )  # fmt: skip
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def run(runner: VllmRunner, drafters: Mapping[str, Any], count: int = 2) -> list[Outcome]:
+    work = [Work(prompt=p, drafters=tuple(drafters)) for p in prompts(count)]
+    return list(runner.run(work, drafters, lambda _n: None))
+
+
+@pytest.mark.parametrize("length", [1.4, 2.0, 3.6])
+def test_the_chosen_acceptance_length_comes_out_of_the_runner(target: Target, length: float) -> None:
+    """What vLLM's synthetic mode does on a GPU: acceptance by decree, and the rows must say the same."""
+    tenths = round((length - 1) * 10)
+    script = [tenths // 10 + (i < tenths % 10) for i in range(10)]
+    tokens = 1 + sum(a + 1 for a in script) * 2
+    runner = VllmRunner(
+        target,
+        settings(max_new_tokens=tokens),
+        start=lambda options, _d: Scripted(options, script),
+        version="0.32.0",
+    )
+    rounds = [r for o in run(runner, {"ngram": NgramDrafter()}) for r in o.rounds["ngram", 4]]
+    assert sum(r.num_accepted for r in rounds) / len(rounds) + 1 == pytest.approx(length)
+
+
+def test_tokens_behind_the_end_are_the_engines_own(target: Target) -> None:
+    runner = VllmRunner(
+        target, settings(), start=lambda o, _d: Scripted(o, [4], stop_after=8), version="0.32.0"
+    )
+    (outcome,) = run(runner, {"ngram": NgramDrafter()}, count=1)
+    first, last = outcome.rounds["ngram", 4]
+    assert (first.num_accepted, first.engine_accepted) == (4, 4)
+    assert (last.num_accepted, last.engine_accepted, last.num_emitted, last.cut) == (2, 4, 2, True)
+
+
+def test_every_depth_has_its_engine_and_one_is_alive(target: Target) -> None:
+    started: list[Scripted] = []
+
+    def start(options: EngineOptions, _defects: Mapping[str, str]) -> Scripted:
+        assert all(engine.closed for engine in started)
+        started.append(Scripted(options, [1]))
+        return started[-1]
+
+    runner = VllmRunner(target, settings(depths=(2, 4)), start=start, version="0.32.0")
+    made = {"a": NgramDrafter(1, 3), "b": NgramDrafter(2, 3)}
+    outcomes = run(runner, made)
+    assert [o.work.drafters for o in outcomes] == [("a",), ("a",), ("b",), ("b",)]
+    assert all(set(o.rounds) == {(o.work.drafters[0], 2), (o.work.drafters[0], 4)} for o in outcomes)
+    assert len(started) == 4
+    assert [o.work.drafters for o in run(runner, made)][0] == ("b",), "the engine that is alive goes first"
+    assert len(started) == 7
+    runner.close()
+    assert all(engine.closed for engine in started)
+
+
+def test_a_drafter_that_fails_leaves_the_others(target: Target) -> None:
+    def start(options: EngineOptions, _defects: Mapping[str, str]) -> Scripted:
+        assert options.speculative is not None
+        if options.speculative["prompt_lookup_min"] == 1:
+            raise UserError("vLLM does not start")
+        return Scripted(options, [1])
+
+    runner = VllmRunner(target, settings(), start=start, version="0.32.0")
+    good, bad = run(runner, {"a": NgramDrafter(1, 3), "b": NgramDrafter(2, 3)}, count=1)
+    assert good.rounds["b", 4] and not good.errors
+    assert bad.errors == {"a": "vLLM does not start"}, "failures come last: the answer is there already"
+
+
+def test_the_engine_is_told_what_the_drafter_is(target: Target, tmp_path: Path) -> None:
+    weights = target.weights()
+    spec = engine_spec(NgramDrafter(2, 4), weights, tmp_path)
+    assert spec.config == {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+    drafter = eagle3(weights, feedback="post")
+    spec = engine_spec(drafter, weights, tmp_path)
+    path = Path(spec.config["model"])
+    assert (path / "model.safetensors").is_file() and path.name == drafter.info.fingerprint
+    before = (path / "config.json").stat().st_mtime_ns
+    engine_spec(drafter, weights, tmp_path)
+    assert (path / "config.json").stat().st_mtime_ns == before, "written once"
+    assert [p.name for p in tmp_path.iterdir()] == [path.name], "nothing half-written is left"
+
+
+@pytest.mark.parametrize(
+    ("switches", "match"),
+    [({"gate": True}, "gated"), ({"windows": (64,), "sink": "bos"}, "sinks"), ({"fc_bias": True}, "fc bias")],
+)
+def test_what_vllm_cannot_express_is_refused(
+    target: Target, tmp_path: Path, switches: dict[str, Any], match: str
+) -> None:
+    with pytest.raises(UserError, match=match):
+        engine_spec(eagle3(target.weights(), **switches), target.weights(), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def eagle3(weights: TargetWeights, **switches: Any) -> Eagle3Drafter:
+    sizes = {"intermediate_size": 32, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "head": "target"}
+    model = Eagle3Model(Eagle3Config.for_target(weights.info, **(sizes | switches)), weights)
+    model.init_weights(torch.Generator().manual_seed(0))
+    return Eagle3Drafter(model, weights.info, "mine")
+
+
+def test_sampled_speculation_on_a_cpu_is_refused_or_named(target: Target) -> None:
+    sampled = settings(sampling=Sampling(temperature=1.0), sampler="match")
+    with pytest.raises(UserError, match="workaround=expand-batch"):
+        VllmRunner(target, sampled, version="0.32.0")
+    repaired = replace(sampled, options={"workaround": "expand-batch"})
+    record = VllmRunner(target, repaired, version="0.32.0").record()
+    assert record["defects"] == {"expand-batch": "worked round"}
+    assert VllmRunner(target, sampled, version="0.99.0").record()["defects"] == {}
+
+
+def test_the_workaround_expands_what_the_kernel_should_have() -> None:
+    x, ends = torch.tensor([0.0, 0.7, 1.3]), torch.tensor([2, 5, 6])
+    found = engine_defects._expand_batch(x, ends, 6, replace_from=0, replace_to=1)
+    torch.testing.assert_close(found, torch.tensor([1.0, 1.0, 0.7, 0.7, 0.7, 1.3]))
+    top_k = engine_defects._expand_batch(torch.tensor([0, 5], dtype=torch.int32), torch.tensor([1, 3]), 3)
+    assert top_k.tolist() == [0, 5, 5] and top_k.dtype == torch.int32
+
+
+def test_defects_by_version_device_and_use() -> None:
+    sampled = engine_defects.Use(method="eagle3", sampled=True)
+    assert [d.name for d in engine_defects.known("0.32.0+cpu", "cpu", sampled)] == ["expand-batch"]
+    assert not engine_defects.known("0.32.0", "cuda", sampled)
+    dflash = engine_defects.check("0.32.0", "cpu", engine_defects.Use(method="dflash"), ())
+    assert dflash["dflash-k-norm"].startswith("present: ")
+    with pytest.raises(UserError, match="stops with an assertion"):
+        engine_defects.check("0.32.0", "cpu", engine_defects.Use(synthetic=True), ())
+    with pytest.raises(UserError, match="unknown workaround 'expand-bach'; did you mean 'expand-batch'"):
+        engine_defects.check("0.32.0", "cpu", sampled, ("expand-bach",))
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"max_num_seq": "4"}, "did you mean 'max_num_seqs'"),
+        ({"max_num_seqs": "0"}, "whole number"),
+        ({"prefix_cache": "yes"}, "on or off"),
+        ({"kv_gib": "much"}, "above 0"),
+    ],
+)
+def test_bad_engine_options(options: dict[str, str], match: str) -> None:
+    with pytest.raises(UserError, match=match):
+        read_options(options)
+
+
+def test_without_vllm_there_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise vllm_start.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(vllm_start.metadata, "version", missing)
+    with pytest.raises(UserError, match="pip install vllm"):
+        engine_version()
+
+
+def test_a_failed_start_names_the_likely_cause() -> None:
+    text = "operator torchvision::nms does not exist"
+    assert "pip uninstall torchvision" in str(start_failure("RuntimeError", text, ["loading", ""]))
+    assert "likely cause" not in str(start_failure("RuntimeError", "something else", []))
+
+
+# ---- the child process, with fake engines in it
+
+
+CHILDREN = """
+import os, time
+from pathlib import Path
+
+def dies(pipe, options, defects, log):
+    Path(log).write_text("allocating\\ngone\\n")
+    pipe.send(("ready",))
+    pipe.recv()
+    os.kill(os.getpid(), 9)
+
+def refuses(pipe, options, defects, log):
+    pipe.send(("failed", "ValueError", "No available memory for the cache blocks", ["profiling"]))
+
+def hangs(pipe, options, defects, log):
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What a child runs must be a module it can import."""
+    (tmp_path / "engine_children.py").write_text(CHILDREN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "engine_children", raising=False)
+    return importlib.import_module("engine_children")
+
+
+OPTIONS = EngineOptions(
+    model="m", dtype="float32", device="cpu", max_model_len=64, max_num_seqs=1, speculative=None
+)
+
+
+def test_a_killed_engine_is_one_sentence(children: Any) -> None:
+    engine = RemoteEngine(OPTIONS, {}, serve=children.dies)
+    with pytest.raises(UserError, match="killed, most likely for memory.*allocating [|] gone"):
+        list(engine.answer([], Sampling(), ()))
+    engine.close()
+
+
+def test_an_engine_that_refuses_is_one_sentence(children: Any) -> None:
+    with pytest.raises(UserError, match="No available memory.*likely cause: too little memory.*profiling"):
+        RemoteEngine(OPTIONS, {}, serve=children.refuses)
+
+
+def test_an_engine_that_hangs_is_stopped(children: Any) -> None:
+    with pytest.raises(UserError, match="no sign of life"):
+        RemoteEngine(OPTIONS, {}, serve=children.hangs, start_seconds=1.0)
+
+
+def test_the_environment_of_the_run_stays_as_it_was(children: Any) -> None:
+    before = dict(os.environ)
+    with pytest.raises(UserError):
+        RemoteEngine(OPTIONS, {}, serve=children.refuses)
+    assert dict(os.environ) == before
+
+
+# ---- the engine itself
+
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+
+
+@pytest.mark.vllm
+@needs_vllm
+def test_vllm_counts_the_rounds_that_replay_counts(smollm2_path: Path) -> None:
+    """Prompt lookup, and a random drafter with the switches of EAGLE-3.1, on the real target."""
+    from specbench.runners.cross_check import cross_check, make_runners
+
+    target = Target.load(str(smollm2_path), device="cpu", dtype="float32")
+    weights = target.weights()
+    sizes = {"intermediate_size": 256, "num_heads": 9, "num_kv_heads": 3, "head_dim": 64, "head": "target"}
+    model = Eagle3Model(
+        Eagle3Config.for_target(weights.info, feedback="post", norm_per_tap=True, **sizes), weights
+    )
+    model.init_weights(torch.Generator().manual_seed(0))
+    drafters = {"ngram": NgramDrafter(1, 3), "eagle3.1": Eagle3Drafter(model, weights.info, "eagle3.1")}
+    texts = ["Count: one two three one two three one", "Name the days of the week, twice."]
+    asked = [
+        RenderedPrompt(
+            prompt_id=f"t/{i}", suite="t", category="", turn=0, condition=CLEAN,
+            token_ids=tuple(target.tokenizer.encode(text)), spans=(), bos_count=0, template_hash="",
+        )
+        for i, text in enumerate(texts)
+    ]  # fmt: skip
+    chosen = settings(depths=(3,), max_new_tokens=24)
+    pairs = list(
+        cross_check(target, asked, drafters, chosen, make_runners(("replay", "vllm"), target, chosen))
+    )
+    for pair in pairs:
+        assert pair.agrees, (pair.failures, pair.differences)
+        assert pair.agreement.rounds > 4
