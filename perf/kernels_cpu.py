@@ -34,6 +34,7 @@ def run_once(backend: str, length: int, args: argparse.Namespace) -> None:
     own = (length, args.own, args.kv_heads, args.dim)
     own_k, own_v = (normal(*own), normal(*own)) if args.own else (None, None)
     rows, bounds = torch.arange(length), torch.tensor([0, length])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     options = chain_options(q, own_k, args.window, None)
     mask = None
     if backend == "sdpa":
@@ -45,7 +46,6 @@ def run_once(backend: str, length: int, args: argparse.Namespace) -> None:
             return chain_attention(q, k, v, own_k, own_v, rows, bounds, window=args.window, backend=backend)
         return dense.attend_sdpa(q[:, None], k, v, own_k, own_v, rows, bounds, None, options, mask)[:, 0]
 
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     best = float("inf")
     clock = time.process_time if args.cpu_time else time.perf_counter
     for _ in range(args.repeats):

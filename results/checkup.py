@@ -46,7 +46,8 @@ class Reading:
     advice: str
     """What to change in the checkpoint if this setting is the right one."""
     sums: Floats
-    """[P, 5] per prompt: see ``STARTS`` and the names behind it."""
+    """[P, 5] per prompt: see ``STARTS`` and the names behind it. Fewer rows than the declared setting's: only the
+    first prompts were measured, and only they are compared."""
     first_only: bool = False
     """Only step 1 was measured; it is compared with the declared setting's step 1."""
     learned: bool = False
@@ -151,7 +152,8 @@ class Checkup:
 LEGEND = (
     "acc/round: accepted draft tokens per round. step 1: share of all answer positions where the first draft token is "
     "the target's. difference: accepted draft tokens from every answer position against the declared setting, paired "
-    "over prompts, with an interval that covers all settings together at 95 %."
+    "over prompts, with an interval that covers all settings together at 95 %; BOS settings are measured on fewer "
+    "prompts."
 )
 
 
@@ -200,11 +202,13 @@ def compare(readings: Sequence[Reading], *, draws: int = 10_000, seed: int = 0) 
 
 def _compared(reading: Reading, declared: Reading, level: float, draws: int, seed: int) -> Tried:
     column = FIRST if reading.first_only else ACCEPTED
-    assert np.array_equal(reading.sums[:, STARTS], declared.sums[:, STARTS]), "settings share their starts"
-    joined = np.stack([reading.sums[:, column], declared.sums[:, column], declared.sums[:, STARTS]], axis=1)
+    shared = min(len(reading.sums), len(declared.sums))
+    ours, theirs = reading.sums[:shared], declared.sums[:shared]
+    assert np.array_equal(ours[:, STARTS], theirs[:, STARTS]), "settings share their starts"
+    joined = np.stack([ours[:, column], theirs[:, column], theirs[:, STARTS]], axis=1)
     plan = Plan(strata=(len(joined),), draws=draws, seed=seed, level=level)
     found = estimate(joined, lambda s: (s[..., :1] - s[..., 1:2]) / s[..., 2:3], plan)
-    total, base = reading.sums.sum(0), declared.sums.sum(0)
+    total, base = ours.sum(0), theirs.sum(0)
     difference = float(found.value[0])
     relative = float(total[column] / base[column] - 1) if base[column] else float("inf" if difference else 0)
     floor = _GAIN_LEARNED if reading.learned else _GAIN
@@ -265,17 +269,14 @@ def conclude(
     best = best_of(tried)
     remarks = [*remarks]
     final = repairs[-1] if repairs else best
-    rate = max(t.first_rate for t in (final, *tried) if t is not None)
+    rate = (final or next(t for t in tried if t.name == DECLARED)).first_rate
     if rate < _NEAR_ZERO:
-        remarks.insert(
-            0,
-            Remark(
-                text=f"its first draft token is right at {percent(rate)} of the answer positions at most, whatever the "
-                "setting: it does not follow this target. Another target's drafter, another architecture (an EAGLE-1 "
-                "head), or weights that were never trained",
-                serious=True,
-            ),
+        text = (
+            f"its first draft token is right at only {percent(rate)} of the answer positions, and no other setting "
+            "mends that: it does not follow this target. Another target's drafter, another architecture (an EAGLE-1 "
+            "head), or weights that were never trained"
         )
+        remarks.insert(0, Remark(text=text, serious=True))
     serious = [r.text for r in remarks if r.serious]
     healthy = best is None and not serious
     chain = [*([best] if best is not None else []), *repairs]

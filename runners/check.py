@@ -51,6 +51,8 @@ BOS_CONDITIONS: Mapping[str, str] = {
     "template/double_bos": "BOS doubled",
     "template/no_bos": "BOS left out",
 }
+_BOS_PROMPTS = 6
+"""Another prompt needs another pass of the target, which is what a check spends most of its time on."""
 _MAX_REPAIRS = 3
 _LEARNED_OVER_BIGRAMS = 1.25
 """A map from draft ids to tokens has to beat one from the newest token to the next by this factor."""
@@ -110,11 +112,12 @@ def check(config: RunConfig, note: Callable[[str], None] = lambda _text: None) -
         (condition,) = (c for c in resolve_conditions([name]) if c.info.id == name)
         if condition.available(chat) is not None:
             continue
-        other = [render_turn(condition, prompts[i], 0, (), chat, config.seed) for i in kept]
+        few = kept[:_BOS_PROMPTS]
+        other = [render_turn(condition, prompts[i], 0, (), chat, config.seed) for i in few]
         if not any(map(is_unchanged, other)):
             variants[label] = [
                 answerer.force(prompt, traces[i].answer_ids, traces[i].finish)
-                for prompt, i in zip(other, kept, strict=True)
+                for prompt, i in zip(other, few, strict=True)
             ]
     return examine(drafter, weights, variants, max(config.depth), note=note, seed=config.seed)
 
@@ -156,7 +159,7 @@ def examine(
         drafter: as its checkpoint declares it.
         target: whose tensors it shares.
         traces: ``DECLARED`` -> answers with the taps of ``needed_taps``; other names -> the same answers under
-            other prompts (BOS doubled).
+            other prompts (BOS doubled), all of them or the first ones.
         depth: k.
         note: hears what is done.
         draws: resamples of the prompts.

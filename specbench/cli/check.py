@@ -26,7 +26,7 @@ from specbench.types import CLEAN
 @click.option(
     "--suite", callback=names, default="mini", show_default=True, help="Where the prompts come from."
 )
-@click.option("--limit", type=int, default=16, show_default=True, help="Prompts of each suite.")
+@click.option("--limit", type=int, default=12, show_default=True, help="Prompts of each suite.")
 @click.option("--depth", type=int, default=4, show_default=True, help="Draft tokens per round (k).")
 @click.option("--max-new-tokens", type=int, default=64, show_default=True, help="Answer tokens at most.")
 @click.option(
