@@ -136,6 +136,7 @@ def test_triton_in_half_precision(triton_device: str, dtype: torch.dtype, tolera
 
 
 def test_splits_fill_the_device_and_no_more() -> None:
+    pytest.importorskip("triton")
     from specbench.drafters.kernels.decode.triton import split_count
 
     assert split_count(8, 131072, 132) == 66  # 528 programs for 132 processors
