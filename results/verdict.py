@@ -69,12 +69,12 @@ def _first(clean: Sequence[Mapping[str, Any]], depth: int) -> str:
 
 
 def _interval(row: Mapping[str, Any]) -> str:
-    low, high = row.get("accepted_per_round_low"), row.get("accepted_per_round_high")
+    low, high = row.get("accepted_low"), row.get("accepted_high")
     return "" if low is None or high is None else f" [{low:.2f}, {high:.2f}]"
 
 
 def _apart(best: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
-    low, high = best.get("accepted_per_round_low"), second.get("accepted_per_round_high")
+    low, high = best.get("accepted_low"), second.get("accepted_high")
     return low is not None and high is not None and low > high
 
 
