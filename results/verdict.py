@@ -24,15 +24,24 @@ _FEW_ROUNDS = 30
 _DEGENERATE = 0.2
 
 
-def verdicts(run: str | Path, *, draws: int = 2000, seed: int = 0) -> tuple[str, ...]:
+def verdicts(
+    run: str | Path,
+    *,
+    table: Any = None,
+    scores: Sequence[Robustness] | None = None,
+    draws: int = 2000,
+    seed: int = 0,
+) -> tuple[str, ...]:
     """Return the sentences, most important first.
 
     Args:
         run: run directory.
-        draws: resamples behind the intervals.
+        table: its acceptance table with intervals, where it is at hand; resampling is most of the work.
+        scores: its robustness, likewise.
+        draws: resamples behind the intervals of what is not given.
         seed: of the resamples.
     """
-    rows = acceptance_table(run, draws=draws, seed=seed).to_pylist()
+    rows = (acceptance_table(run, draws=draws, seed=seed) if table is None else table).to_pylist()
     suite = OVERALL if any(r["suite"] == OVERALL for r in rows) else rows[0]["suite"]
     deepest = max(r["k"] for r in rows)
     rows = [r for r in rows if r["suite"] == suite and r["k"] == deepest and r["answer_path"] == "free"]
@@ -40,13 +49,13 @@ def verdicts(run: str | Path, *, draws: int = 2000, seed: int = 0) -> tuple[str,
     if not clean:
         return ()
     facts = read_run_info(run).drafters
-    scores = {
+    by_drafter = {
         s.keys["drafter"]: s
-        for s in robustness(run, draws=draws, seed=seed)
+        for s in (robustness(run, draws=draws, seed=seed) if scores is None else scores)
         if s.keys["k"] == deepest and s.keys["answer_path"] == "free"
     }
     sentences = [_first(clean, deepest)]
-    sentences += filter(None, (_weakness(r["drafter"], scores.get(r["drafter"])) for r in clean))
+    sentences += filter(None, (_weakness(r["drafter"], by_drafter.get(r["drafter"])) for r in clean))
     sentences += filter(None, (_gives_out(r, facts.get(r["drafter"]), deepest) for r in clean))
     sentences += _repeating(rows)
     return tuple(sentences)

@@ -155,8 +155,9 @@ def _print_results(out: Path) -> None:
             click.echo("no rounds to show: every answer failed or ended with its first token", err=True)
             return
     path = write_acceptance(out)
+    table = pq.read_table(path)
     console = Console()
-    for block in rich_tables(pq.read_table(path), width=console.width):
+    for block in rich_tables(table, width=console.width):
         console.print(block, soft_wrap=True)
         console.print()
     console.print(LEGEND, style="dim")
@@ -165,7 +166,7 @@ def _print_results(out: Path) -> None:
         console.print()
         click.echo(render(scores, "text", console.width))
     console.print()
-    for sentence in verdicts(out):
+    for sentence in verdicts(out, table=table, scores=scores):
         console.print(f"- {sentence}", markup=False, highlight=False)
     figures = plot_run(out, out / "figures", form="png")
     console.print(f"\nrun {out}: {path.name}, rounds/, {len(figures)} figures in figures/", highlight=False)
