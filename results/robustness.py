@@ -212,7 +212,10 @@ def render(scores: Sequence[Robustness], form: str, width: int = 120) -> str:
         records = [_record(s) for s in scores]
         names = list(dict.fromkeys(k for r in records for k in r if k not in ("families", "sensitivity")))
         return csv_text(names, [[r.get(n) for n in names] for r in records])
-    return render_sheets([_sheet(s) for s in scores], FORMULA, form, width)
+    tables: dict[tuple[Any, ...], list[Robustness]] = defaultdict(list)
+    for score in scores:
+        tables[tuple(v for k, v in score.keys.items() if k != "answer_path")].append(score)
+    return render_sheets([_sheet(paths) for paths in tables.values()], FORMULA, form, width)
 
 
 def _record(score: Robustness) -> dict[str, Any]:
@@ -230,17 +233,33 @@ def _record(score: Robustness) -> dict[str, Any]:
     }
 
 
-def _sheet(score: Robustness) -> Sheet:
-    interval = "" if score.low is None else f" [{score.low:.1f}, {score.high:.1f}]"
-    others = ", ".join(f"{name} {value:.1f}" for name, value in score.sensitivity.items())
-    keys = " · ".join(f"{k} {plain(v)}" for k, v in score.keys.items() if k in ("runner", "k", "answer_path"))
+def _sheet(paths: Sequence[Robustness]) -> Sheet:
+    """Return one drafter's table; the free and the forced answers side by side where both were run."""
+    paths = sorted(paths, key=lambda s: s.keys["answer_path"] != "free")
+    keys = paths[0].keys
+    both = len(paths) > 1
+    scores = []
+    for score in paths:
+        interval = "" if score.low is None else f" [{score.low:.1f}, {score.high:.1f}]"
+        others = ", ".join(f"{name} {value:.1f}" for name, value in score.sensitivity.items())
+        path = score.keys["answer_path"]
+        scores.append(f"{path} {score.score:.1f}{interval} (other weights: {others})")
+    names = list(dict.fromkeys(name for score in paths for name in score.families))
+    headers, columns = ["family"], [names]
+    for score in paths:
+        path = f"{score.keys['answer_path']} " if both else ""
+        own = [score.families.get(name) for name in names]
+        headers += [f"{path}mean", f"{path}worst", "conditions", f"{path}worst condition"]
+        columns += [
+            [f"{f.mean:.3f}" if f else "–" for f in own],
+            [f"{f.worst:.3f}" if f else "–" for f in own],
+            [str(len(f.retentions)) if f else "–" for f in own],
+            [f.worst_condition if f else "–" for f in own],
+        ]
     return Sheet(
-        title=f"{score.keys['drafter']}: robustness {score.score:.1f}{interval} · {keys} · other weights: {others}",
-        headers=("family", "mean retention", "worst", "conditions", "worst condition"),
-        rows=tuple(
-            (name, f"{f.mean:.3f}", f"{f.worst:.3f}", str(len(f.retentions)), f.worst_condition)
-            for name, f in score.families.items()
-        ),
+        title=f"{keys['drafter']}: robustness {'; '.join(scores)} · {keys['runner']} · k {keys['k']}",
+        headers=tuple(headers),
+        rows=tuple(zip(*columns, strict=True)),
         num_labels=1,
         text_last=True,
     )

@@ -40,6 +40,11 @@ def _columns(_ctx: click.Context, _param: click.Parameter, value: str | None) ->
     help="The robustness score of every drafter, with all its parts, instead of the tables.",
 )
 @click.option(
+    "--attribution",
+    is_flag=True,
+    help="What every drop is made of, the drafter's loss or the target's other answer, instead of the tables; needs both answer paths (--answer-path).",
+)
+@click.option(
     "--plots", type=click.Path(file_okay=False), help="Also draw figures into this folder (one run)."
 )
 @click.option("--figure-format", type=click.Choice(("svg", "png", "pdf")), default="svg", show_default=True)
@@ -57,6 +62,7 @@ def report(
     pool: tuple[str, ...],
     form: str,
     robustness: bool,
+    attribution: bool,
     plots: str | None,
     figure_format: str,
     draws: int,
@@ -70,17 +76,22 @@ def report(
       specbench report runs/first --by category --format md
       specbench report runs/first --pool suite,condition --format csv
       specbench report runs/first --robustness --plots figures/
+      specbench report runs/first --attribution --format csv
     """
     from specbench.results.aggregate import acceptance_table, connect, register
     from specbench.results.plots import plot_run
     from specbench.results.text import html_page
 
+    if robustness and attribution:
+        raise UserError("--robustness and --attribution are two tables; ask for one at a time")
     if plots is not None and len(runs) > 1:
         raise UserError("--plots draws one run; give one")
     connection = connect()
     register(connection, runs)
     if robustness:
         text = _robustness(connection, form, draws or 1000, seed)
+    elif attribution:
+        text = _attribution(connection, form, draws or 1000, seed)
     else:
         table = acceptance_table(by=_group(by, pool), connection=connection, draws=draws, seed=seed)
         text = _tables(table, form)
@@ -124,3 +135,16 @@ def _robustness(connection: Any, form: str, draws: int, seed: int) -> str:
     if not scores:
         raise UserError("there is no robustness to score: the run holds no condition beside template/regular")
     return render(scores, form, shutil.get_terminal_size().columns)
+
+
+def _attribution(connection: Any, form: str, draws: int, seed: int) -> str:
+    import shutil
+
+    from specbench.results.attribution import attribution, render
+
+    parts = attribution(connection=connection, draws=draws, seed=seed)
+    if not parts:
+        raise UserError(
+            "no condition of this run has both a free and a forced answer; run it with --answer-path free,forced"
+        )
+    return render(parts, form, shutil.get_terminal_size().columns)

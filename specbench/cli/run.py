@@ -144,6 +144,8 @@ def _print_results(out: Path) -> None:
     from rich.console import Console
 
     from specbench.results.aggregate import write_acceptance
+    from specbench.results.attribution import attribution
+    from specbench.results.attribution import render as render_parts
     from specbench.results.plots import plot_run
     from specbench.results.robustness import render, robustness
     from specbench.results.store import RunStore
@@ -165,6 +167,9 @@ def _print_results(out: Path) -> None:
     if scores:
         console.print()
         click.echo(render(scores, "text", console.width))
+    parts = attribution(out)
+    if parts:
+        click.echo(render_parts(parts, "text", console.width))
     console.print()
     for sentence in verdicts(out, table=table, scores=scores):
         console.print(f"- {sentence}", markup=False, highlight=False)
