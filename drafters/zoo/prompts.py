@@ -1,7 +1,8 @@
 """Training prompts of our own writing: seeded combinations of tasks and subjects, the sort of thing people ask.
 
 Example: ``python drafters/zoo/prompts.py --count 3000 --out prompts.jsonl``, then ``specbench answers --prompts
-prompts.jsonl``. A line reads ``{"id": "ours-0", "turns": ["Explain how tides work to a curious child."]}``.
+prompts.jsonl``. A line reads ``{"id": "ours-0", "turns": ["Explain how tides work to a curious child."]}``. With
+``--mix other.jsonl --most gsm8k_train=900`` another file's prompts are shuffled in, of one source at most so many.
 """
 
 from __future__ import annotations
@@ -9,8 +10,11 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
 
 SUBJECTS = """tides|volcanoes|the water cycle|honey bees|migration of birds|the moon|black holes
 earthquakes|rainbows|photosynthesis|vaccines|the human heart|sleep|dreams|memory|allergies|vitamins|exercise
@@ -133,10 +137,37 @@ def make_prompts(count: int, seed: int = 0) -> list[str]:
     return list(found)
 
 
-def write(prompts: Sequence[str], out: Path) -> None:
-    """Write prompts as ``specbench answers`` reads them."""
-    lines = [json.dumps({"id": f"ours-{i}", "turns": [text]}) for i, text in enumerate(prompts)]
-    out.write_text("\n".join(lines) + "\n")
+def rows(prompts: Sequence[str]) -> list[Row]:
+    """Return prompts as ``specbench answers`` reads them."""
+    return [{"id": f"ours-{i}", "source": "ours", "turns": [text]} for i, text in enumerate(prompts)]
+
+
+def mix(ours: Sequence[Row], others: Sequence[Row], most: Mapping[str, int], seed: int = 0) -> list[Row]:
+    """Return both in one random order.
+
+    Args:
+        ours: kept whole.
+        others: of these, every source named in ``most`` gives the first so many of a random order.
+        most: source -> rows at most.
+        seed: of both orders.
+    """
+    others = list(others)
+    random.Random(seed).shuffle(others)
+    left = dict(most)
+    kept = list(ours)
+    for row in others:
+        source = row.get("source", "")
+        if source in left:
+            left[source] -= 1
+        if left.get(source, 0) >= 0:
+            kept.append(row)
+    random.Random(seed).shuffle(kept)
+    return kept
+
+
+def _limit(text: str) -> tuple[str, int]:
+    source, _, number = text.partition("=")
+    return source, int(number)
 
 
 def main() -> None:
@@ -144,9 +175,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--mix", type=Path, help="prompts of another file to shuffle in")
+    parser.add_argument("--most", type=_limit, action="append", default=[], metavar="SOURCE=N")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    write(make_prompts(options.count, options.seed), options.out)
+    found = rows(make_prompts(options.count, options.seed))
+    if options.mix is not None:
+        others = [json.loads(line) for line in options.mix.read_text().splitlines()]
+        found = mix(found, others, dict(options.most), options.seed)
+    options.out.write_text("".join(json.dumps(row) + "\n" for row in found))
 
 
 if __name__ == "__main__":

@@ -43,3 +43,12 @@ def test_none_is_in_a_public_set(module: Any, data_dir: Path) -> None:
     ours = {p.lower() for p in module.make_prompts(5000)}
     for name in ("alpaca_eagle", "mt_bench", "qa_eagle"):
         assert not ours & turns(data_dir / f"{name}.jsonl")
+
+
+def test_mixing_keeps_so_many_of_a_source(module: Any) -> None:
+    ours = module.rows(module.make_prompts(20))
+    others = [{"id": f"{s}-{i}", "source": s, "turns": ["?"]} for s in ("a", "b") for i in range(30)]
+    mixed = module.mix(ours, others, {"a": 7}, seed=3)
+    found = [row["source"] for row in mixed]
+    assert (found.count("ours"), found.count("a"), found.count("b")) == (20, 7, 30)
+    assert mixed == module.mix(ours, others, {"a": 7}, seed=3) != module.mix(ours, others, {"a": 7}, seed=4)
