@@ -181,7 +181,7 @@ def main() -> None:
     options = parser.parse_args()
     found = rows(make_prompts(options.count, options.seed))
     if options.mix is not None:
-        others = [json.loads(line) for line in options.mix.read_text().splitlines()]
+        others = [json.loads(line) for line in options.mix.read_text().split("\n") if line]
         found = mix(found, others, dict(options.most), options.seed)
     options.out.write_text("".join(json.dumps(row) + "\n" for row in found))
 
