@@ -35,7 +35,7 @@ lint: setup
 	$(BIN)/mypy
 
 test: lint setup-vllm
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --cov --cov-report=term
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/pytest -m 'not slow' -n 2 --dist loadfile --cov --cov-report=term
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

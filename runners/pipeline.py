@@ -298,7 +298,17 @@ class Pipeline:
     @property
     def resumed(self) -> int:
         """Answers that an earlier start of this run finished."""
-        return self.report.resumed
+        return len(self._finished) if self._each > 1 else self.report.resumed
+
+    @property
+    def answers(self) -> int:
+        """Answers that the whole run makes."""
+        return self.plan.answers * self._each
+
+    @property
+    def _each(self) -> int:
+        """How often a prompt is answered: engines answer it for every drafter anew."""
+        return max(1, len(self.drafters)) if getattr(self.runner, "one_drafter_a_time", False) else 1
 
     def execute(self) -> RunReport:
         """Do all that is left."""
@@ -628,7 +638,7 @@ def run(
             observer=observer,
             kept=None if kept is None else kept.has,
         )
-        observer.started(target.info, infos, plan.answers, pipeline.resumed)
+        observer.started(target.info, infos, pipeline.answers, pipeline.resumed)
         with packed.kept_open(kept, plan):
             return pipeline.execute()
 

@@ -80,6 +80,8 @@ class VllmRunner:
     """Runs every prompt through one vLLM engine per drafter and depth."""
 
     name = "vllm"
+    one_drafter_a_time = True
+    """An outcome per answer and drafter; runners of our own give one per answer."""
 
     def __init__(
         self,

@@ -15,6 +15,7 @@ import contextlib
 import multiprocessing
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
@@ -71,8 +72,8 @@ class RemoteEngine:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(
-            target=serve or _serve,
-            args=(theirs, options, dict(defects), str(self._log)),
+            target=_child,
+            args=(serve or _serve, theirs, options, dict(defects), str(self._log)),
             name="specbench-engine",
         )
         with _environment(options.device):
@@ -186,6 +187,24 @@ def _environment(device: str) -> Iterator[None]:
         os.environ.update(before)
 
 
+def _child(serve: Callable[..., None], *arguments: Any) -> None:
+    """What the child runs: ``serve``, until it returns or the run is gone."""
+    run = multiprocessing.parent_process()
+    assert run is not None, "the engine's process is started by the run's"
+
+    def end_with_the_run() -> None:
+        run.join()
+        Path(arguments[-1]).unlink(missing_ok=True)
+        # a killed run cannot ask the engine to stop, and an engine at work or starting would not listen for minutes
+        os._exit(1)
+
+    threading.Thread(target=end_with_the_run, name="run-watch", daemon=True).start()
+    with contextlib.suppress(
+        BrokenPipeError, ConnectionResetError
+    ):  # the run is gone: nobody is left to tell
+        serve(*arguments)
+
+
 def _serve(pipe: Connection, options: EngineOptions, defects: Mapping[str, str], log: str) -> None:
     """The child's side."""
     _redirect(log)
@@ -205,6 +224,8 @@ def _serve(pipe: Connection, options: EngineOptions, defects: Mapping[str, str],
             break
         try:
             _handle(pipe, engine, what, details)
+        except (BrokenPipeError, ConnectionResetError):
+            break
         except Exception as error:  # as above; the engine may still be good for the next prompts
             pipe.send(("error", f"{type(error).__name__}: {str(error).strip().splitlines()[-1:] or ''}"))
 

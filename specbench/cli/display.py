@@ -32,6 +32,11 @@ from specbench.runners.plan import Plan
 from specbench.runners.runner import Outcome
 from specbench.types import DrafterInfo, TargetInfo
 
+_PASSES = {
+    "replay": "one pass each, whatever the number of drafters",
+    "decode": "made anew with every drafter and depth",
+    "vllm": "made anew with every drafter and depth, an engine started for each",
+}
 _LINE_EVERY = 15.0
 """Seconds between two plain log lines."""
 
@@ -206,7 +211,7 @@ def plan_lines(plan: Plan, config: RunConfig) -> list[tuple[str, str]]:
     lines = {
         "suites": f"{', '.join(config.suite)}: {len(plan.prompts)} prompts",
         "conditions": f"{len(plan.conditions)}: {conditions}{f' and {more} more' if more > 0 else ''}",
-        "target": f"{config.target}: {plan.answers} answers (one pass each, whatever the number of drafters)",
+        "target": f"{config.target}: {plan.answers} answers ({_PASSES.get(config.runner, 'one pass each')})",
         "drafters": drafters,
         "tokens": f"{plan.prompt_tokens:,} prompt tokens in first turns, at most {plan.max_answer_tokens:,} answer tokens",
         "depth": f"{', '.join(map(str, config.depth))}, {config.resolved_sampler}, runner {config.runner}",

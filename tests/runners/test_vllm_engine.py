@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+import specbench
 from specbench.drafters.eagle3 import Eagle3Config, Eagle3Model
 from specbench.drafters.eagle3_drafter import Eagle3Drafter
 from specbench.drafters.ngram import NgramDrafter
@@ -258,6 +261,24 @@ def refuses(pipe, options, defects, log):
 
 def hangs(pipe, options, defects, log):
     time.sleep(60)
+
+def works(pipe, options, defects, log):
+    Path(log).with_name("child.pid").write_text(str(os.getpid()))
+    pipe.send(("ready",))
+    time.sleep(300)
+"""
+KILLED = """
+import os, tempfile
+from specbench.runners.vllm_process import RemoteEngine
+from specbench.runners.vllm_start import EngineOptions
+import engine_children
+
+if __name__ == "__main__":
+    options = EngineOptions(
+        model="m", dtype="float32", device="cpu", max_model_len=64, max_num_seqs=1, speculative=None
+    )
+    engine = RemoteEngine(options, {}, serve=engine_children.works)
+    os.kill(os.getpid(), 9)
 """
 
 
@@ -290,6 +311,32 @@ def test_an_engine_that_refuses_is_one_sentence(children: Any) -> None:
 def test_an_engine_that_hangs_is_stopped(children: Any) -> None:
     with pytest.raises(UserError, match="no sign of life"):
         RemoteEngine(OPTIONS, {}, serve=children.hangs, start_seconds=1.0)
+
+
+def test_the_engine_ends_with_a_run_that_is_killed(children: Any, tmp_path: Path) -> None:
+    script = tmp_path / "killed_run.py"
+    script.write_text(KILLED)
+    path = os.pathsep.join((str(tmp_path), str(Path(specbench.__file__).parents[1])))
+    ended = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path)},
+        timeout=120,
+    )
+    assert ended.returncode == -9
+    pid = int((tmp_path / "child.pid").read_text())
+    deadline = time.monotonic() + 60
+    while _lives(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _lives(pid), "the engine outlives its run"
+    assert not list(tmp_path.glob("specbench-engine-*.log"))
+
+
+def _lives(pid: int) -> bool:
+    """Whether a process runs; one that nobody has waited for yet does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_the_environment_of_the_run_stays_as_it_was(children: Any) -> None:
