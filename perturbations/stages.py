@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from specbench.errors import UserError
 from specbench.perturbations.condition import UNCHANGED, BosRule, Draft, Piece, Segment, Setting, Stage, Turn
-from specbench.perturbations.rendering import FIXED_DATE, ChatTokenizer, template_hash
+from specbench.perturbations.rendering import FIXED_DATE, JOIN, ChatTokenizer, template_hash
 from specbench.types import CLEAN, ConditionInfo, Prompt, RenderedPrompt
 
 Claim = str
@@ -206,7 +206,16 @@ def _segments(draft: Draft, setting: Setting) -> tuple[Segment, ...]:
     segments = setting.chat.lay_out(draft)
     for edit in draft.edits:
         segments = edit(segments, setting)
-    return segments
+    return segments + _prefill(segments, setting)
+
+
+def _prefill(segments: Sequence[Segment], setting: Setting) -> tuple[Segment, ...]:
+    """Return what the answer is made to begin with; raw text keeps it apart as it keeps turns apart."""
+    text = setting.prompt.prefill
+    if not text or setting.turn != len(setting.prompt.turns) - 1:
+        return ()
+    joined = bool(segments) and (segments[-1].part == "generation" or segments[-1].text[-1:].isspace())
+    return (Segment(text=text if joined else JOIN + text, kind="assistant"),)
 
 
 def measure(draft: Draft, setting: Setting) -> int:
@@ -243,6 +252,7 @@ def _render(
         else template_hash(draft.template),
         notes=notes,
         max_new_tokens=prompt.max_new_tokens,
+        stop_strings=prompt.stop_strings,
     )
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from specbench.errors import UserError
 from specbench.runners.engine import Engine, Segment, TapRecorder, UnsupportedModelError
 from specbench.runners.sampling import Choice, choose, describe, stream
+from specbench.runners.stopping import Ending
 from specbench.runners.targets import Target
 from specbench.types import AnswerPath, RenderedPrompt, Sampling, Trace
 
@@ -41,6 +42,7 @@ class _Request:
     limit: int
     """Answer tokens at most."""
     random: np.random.Generator | None
+    ending: Ending
     answer: list[int] = field(default_factory=list)
     facts: list[tuple[float, float, float]] = field(default_factory=list)
     """(logprob, margin, entropy) per answer token."""
@@ -109,7 +111,6 @@ class Answerer:
             cuda = target.device.type == "cuda"
             kv_budget = int(torch.cuda.mem_get_info(target.device)[0] * 0.4) if cuda else 2 << 30
         self.kv_budget = kv_budget
-        self._stops = frozenset(target.stop_ids)
 
     def answer(self, prompts: Sequence[RenderedPrompt]) -> Iterator[Trace]:
         """Yield one trace per prompt, in the order they finish.
@@ -140,7 +141,9 @@ class Answerer:
                 f"prompt {prompt.prompt_id} under {prompt.condition.id} and its answer have {len(ids)} tokens, but the "
                 f"target has {self.target.info.max_positions} positions"
             )
-        request = _Request(prompt=prompt, limit=len(answer_ids), random=None)
+        request = _Request(
+            prompt=prompt, limit=len(answer_ids), random=None, ending=Ending.of(self.target, prompt)
+        )
         try:
             taps = self._force_slots(request, ids, first)
         except UnsupportedModelError:
@@ -151,7 +154,7 @@ class Answerer:
     def _request(self, prompt: RenderedPrompt) -> _Request:
         random = None if self.sampling.greedy else stream(self.sampling.seed, *prompt.key)
         limit = answer_limit(prompt, self.max_new_tokens, self.target.info.max_positions)
-        return _Request(prompt=prompt, limit=limit, random=random)
+        return _Request(prompt=prompt, limit=limit, random=random, ending=Ending.of(self.target, prompt))
 
     def _buckets(self, requests: Sequence[_Request]) -> Iterator[tuple[int, list[_Request]]]:
         """Group requests whose total lengths share a power of two; (slot length, requests), longest first."""
@@ -229,7 +232,7 @@ class Answerer:
             request.facts.append(tuple(fact))
 
     def _finish(self, request: _Request) -> Finish | None:
-        if request.answer[-1] in self._stops:
+        if request.ending.reached(request.answer):
             return "stop"
         return "length" if len(request.answer) >= request.limit else None
 

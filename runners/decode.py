@@ -22,6 +22,7 @@ from specbench.runners.answers import answer_limit
 from specbench.runners.engine import Engine, Segment, UnsupportedModelError
 from specbench.runners.runner import Outcome, RunSettings, Work, answer_facts
 from specbench.runners.sampling import describe, draw, law, stream
+from specbench.runners.stopping import Ending
 from specbench.runners.targets import Target
 from specbench.types import (
     Drafter,
@@ -136,6 +137,7 @@ def decode(
             int(stream(sampling.seed, "draft", *prompt.key).integers(1 << 62))
         )
     session = drafter.session(prompt)
+    ending = Ending.of(target, prompt)
     begun = time.perf_counter()
     length = len(prompt.token_ids)
     out = engine.forward([Segment(slot=0, start=0, ids=prompt.token_ids)], logits_at=[length - 1])
@@ -144,7 +146,8 @@ def decode(
     _note(result, out.logits, answer, sampling)
     session.observe([*prompt.token_ids, *answer], out.taps)
 
-    while answer[-1] not in target.stop_ids and len(answer) < limit:
+    ended = ending.reached(answer)
+    while not ended and len(answer) < limit:
         begun = time.perf_counter()
         room = target.info.max_positions - length - len(answer)
         proposal = session.propose(min(depth, room), generator, sampling.temperature)
@@ -157,7 +160,7 @@ def decode(
         accepted, new = verify(out.logits, proposal, sampling, sampler, random)
         verify_ms = _since(begun, target)
 
-        received = _received(new, limit - len(answer), target.stop_ids)
+        received = ending.received(answer, new, limit - len(answer))
         result.rounds.append(
             Round(
                 index=len(result.rounds),
@@ -175,19 +178,12 @@ def decode(
         answer.extend(new[:received])
         # rejected drafts leave keys behind in the slot; the next round overwrites them and attention never looks
         session.observe(new[:received], {tap: states[:received] for tap, states in out.taps.items()})
+        ended = ending.reached(answer)
 
-    result.finish = "stop" if answer[-1] in target.stop_ids else "length"
+    result.finish = "stop" if ended else "length"
     total = len(answer)
     result.rounds = [_mark_cut(r, total, depth) for r in result.rounds]
     return result
-
-
-def _received(new: Sequence[int], room: int, stops: Sequence[int]) -> int:
-    """How many of a round's tokens the user gets: none behind a stop token, none beyond the limit."""
-    for i, token in enumerate(new[:room]):
-        if token in stops:
-            return i + 1
-    return min(len(new), room)
 
 
 def _mark_cut(entry: Round, answer_length: int, depth: int) -> Round:

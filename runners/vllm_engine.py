@@ -23,6 +23,7 @@ from specbench.runners.engine_rounds import rounds_from_steps
 from specbench.runners.engine_spec import EngineSpec, engine_spec
 from specbench.runners.runner import Outcome, RunSettings, Work, answer_facts
 from specbench.runners.sampling import stream
+from specbench.runners.stopping import Ending, cut_rounds
 from specbench.runners.targets import Target, cache_dir
 from specbench.runners.vllm_process import RemoteEngine
 from specbench.runners.vllm_start import (
@@ -210,7 +211,8 @@ class VllmRunner:
             engine = self._engine(("", 0), None, everything)
             for answer, item in self._answers(engine, work, on_tokens):
                 outcome = Outcome(work=item)
-                note_answer(outcome, answer)
+                ending = Ending.of(self.target, item.prompt)
+                note_answer(outcome, end_at_string(answer, [], ending, 1)[0])
                 yield outcome
         except UserError as error:
             self.close()
@@ -245,11 +247,13 @@ class VllmRunner:
         if problem is not None:
             outcome.errors[name] = problem
             return
+        ending = Ending.of(self.target, prompt)
         try:
-            outcome.rounds[name, depth] = engine_rounds(answer, prompt, drafter, depth)
+            rounds = engine_rounds(answer, prompt, drafter, depth)
         except UserError as error:
             outcome.errors[name] = str(error)
             return
+        answer, outcome.rounds[name, depth] = end_at_string(answer, rounds, ending, depth)
         if not outcome.answer_ids:
             note_answer(outcome, answer)
 
@@ -352,6 +356,20 @@ def engine_rounds(answer: EngineAnswer, prompt: RenderedPrompt, drafter: Drafter
         emitted=answer.emitted or None,
         proposes=proposes,
     )
+
+
+def end_at_string(
+    answer: EngineAnswer, rounds: list[Round], ending: Ending, depth: int
+) -> tuple[EngineAnswer, list[Round]]:
+    """Cut an engine's answer where a stop string ends it; the engine is told of stop tokens only.
+
+    An engine's own stop strings follow its own detokeniser; the cut here is that of the other runners.
+    """
+    if not ending.strings or not answer.token_ids:
+        return answer, rounds
+    ids = answer.token_ids[: ending.length(answer.token_ids)]
+    cut = replace(answer, token_ids=ids, finish="stop" if ending.reached(ids) else answer.finish)
+    return cut, cut_rounds(rounds, len(ids), depth)
 
 
 def prompt_problem(prompt: RenderedPrompt, seen: Sequence[int], bos_id: int | None) -> str | None:

@@ -26,8 +26,15 @@ from specbench.runners.answers import answer_limit
 from specbench.runners.engine_rounds import rounds_from_counters
 from specbench.runners.runner import Outcome, RunSettings, Work
 from specbench.runners.sampling import stream
+from specbench.runners.stopping import Ending
 from specbench.runners.targets import Target
-from specbench.runners.vllm_engine import engine_rounds, note_answer, prompt_problem, read_options
+from specbench.runners.vllm_engine import (
+    end_at_string,
+    engine_rounds,
+    note_answer,
+    prompt_problem,
+    read_options,
+)
 from specbench.runners.vllm_start import EngineAnswer
 from specbench.types import Drafter, RenderedPrompt, Round
 
@@ -268,9 +275,19 @@ class ServerRunner:
         if problem is not None:
             raise UserError(problem)
         spent = self._spent(before, len(answer.token_ids))
+        ending = Ending.of(self.target, prompt)
+        whole = answer
+        answer, _rounds = end_at_string(whole, [], ending, depth)
+        if answer.records is None and len(answer.token_ids) < len(whole.token_ids):
+            raise UserError(
+                "this server tells counters only, so rounds cannot be cut at the prompt's stop strings; start it with "
+                "per-request speculation metrics (vLLM 0.32 or newer), or use --runner decode"
+            )
         for name in outcome.work.drafters:
             if answer.records is not None:
-                rounds = engine_rounds(answer, prompt, drafters[name], depth)
+                rounds = end_at_string(
+                    whole, engine_rounds(whole, prompt, drafters[name], depth), ending, depth
+                )[1]
             else:
                 rounds = _counted(spent, answer, depth)
             outcome.rounds[name, depth] = rounds

@@ -54,6 +54,10 @@ class Prompt:
     """The published answer, where there is one; used for scoring only."""
     max_new_tokens: int | None = None
     """Overrides the run's limit where the task needs another."""
+    prefill: str = ""
+    """Text that the answer to the last turn begins with: the assistant's own, given and not generated."""
+    stop_strings: tuple[str, ...] = ()
+    """Texts that end an answer: the token that completes one is the answer's last."""
     meta: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -86,6 +90,8 @@ class SuiteRequest:
     """Filler text for the long-context suite."""
     count_tokens: Callable[[Prompt], int] | None = None
     """Length in target tokens of the prompt rendered under the clean condition. None: no target at hand."""
+    num_fewshot: int | None = None
+    """Solved examples before each question, for suites that have them. None: the task's own number."""
 
 
 @runtime_checkable
@@ -148,6 +154,8 @@ class RenderedPrompt:
     notes: tuple[str, ...] = ()
     """Declared fallbacks that applied ("the template has no system role: ..."). Never empty words."""
     max_new_tokens: int | None = None
+    stop_strings: tuple[str, ...] = ()
+    """Texts that end the answer, beside the target's stop tokens."""
 
     @property
     def ids_hash(self) -> str:
@@ -196,7 +204,8 @@ class Trace:
     entropies: Tensor
     """[A] entropy in nats of the target's distribution at temperature 1."""
     finish: Literal["stop", "length"]
-    """"stop": the last answer token is a stop token and the user receives it; "length": cut by the limit."""
+    """"stop": the last answer token is a stop token, or completes a stop string, and the user receives it;
+    "length": cut by the limit."""
     sampling: Sampling = field(default_factory=Sampling)
     path: AnswerPath = "free"
 

@@ -232,3 +232,16 @@ def test_smollm2(smollm2_path: Path) -> None:
     assert text_of(rendered, chat, "system").startswith("You are a helpful AI assistant named SmolLM")
     assert NO_BOS.render(item, 1, ["7"], chat, 0).token_ids == wanted[1:]
     assert NO_TEMPLATE.render(prompt("Hi"), 0, [], chat, 0).token_ids == (1, *chat.encode("Hi"))
+
+
+def test_prefill_begins_the_answer() -> None:
+    item = prompt("Hi", prefill="Sure: ")
+    bare = REGULAR.render(prompt("Hi"), 0, [], CHAT, 0)
+    clean = REGULAR.render(item, 0, [], CHAT, 0)
+    assert clean.token_ids == bare.token_ids + CHAT.encode("Sure: ")
+    assert clean.spans[-1].kind == "assistant" and clean.spans[-1].start == len(bare.token_ids)
+    raw = NO_TEMPLATE.render(item, 0, [], CHAT, 0)
+    assert CHAT.decode(raw.token_ids).endswith("Hi\n\nSure: ")
+    # earlier turns are answered freely
+    two = prompt("Hi", "And?", prefill="Sure: ")
+    assert REGULAR.render(two, 0, [], CHAT, 0).token_ids == bare.token_ids
