@@ -344,39 +344,3 @@ def test_the_environment_of_the_run_stays_as_it_was(children: Any) -> None:
     with pytest.raises(UserError):
         RemoteEngine(OPTIONS, {}, serve=children.refuses)
     assert dict(os.environ) == before
-
-
-# ---- the engine itself
-
-needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-
-
-@pytest.mark.vllm
-@needs_vllm
-def test_vllm_counts_the_rounds_that_replay_counts(smollm2_path: Path) -> None:
-    """Prompt lookup, and a random drafter with the switches of EAGLE-3.1, on the real target."""
-    from specbench.runners.cross_check import cross_check, make_runners
-
-    target = Target.load(str(smollm2_path), device="cpu", dtype="float32")
-    weights = target.weights()
-    sizes = {"intermediate_size": 256, "num_heads": 9, "num_kv_heads": 3, "head_dim": 64, "head": "target"}
-    model = Eagle3Model(
-        Eagle3Config.for_target(weights.info, feedback="post", norm_per_tap=True, **sizes), weights
-    )
-    model.init_weights(torch.Generator().manual_seed(0))
-    drafters = {"ngram": NgramDrafter(1, 3), "eagle3.1": Eagle3Drafter(model, weights.info, "eagle3.1")}
-    texts = ["Count: one two three one two three one", "Name the days of the week, twice."]
-    asked = [
-        RenderedPrompt(
-            prompt_id=f"t/{i}", suite="t", category="", turn=0, condition=CLEAN,
-            token_ids=tuple(target.tokenizer.encode(text)), spans=(), bos_count=0, template_hash="",
-        )
-        for i, text in enumerate(texts)
-    ]  # fmt: skip
-    chosen = settings(depths=(3,), max_new_tokens=24)
-    pairs = list(
-        cross_check(target, asked, drafters, chosen, make_runners(("replay", "vllm"), target, chosen))
-    )
-    for pair in pairs:
-        assert pair.agrees, (pair.failures, pair.differences)
-        assert pair.agreement.rounds > 4

@@ -1,0 +1,151 @@
+"""The engine itself: its rounds against replay's, its sampled law against the target's. Two starts, more on request."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specbench.drafters.ngram import NgramDrafter
+from specbench.drafters.resolve import load_drafter
+from specbench.runners.cross_check import Pair, cross_check, make_runners
+from specbench.runners.runner import Outcome, RunSettings, Work
+from specbench.runners.targets import Target
+from specbench.runners.vllm_engine import VllmRunner
+from specbench.types import ConditionInfo, Drafter, RenderedPrompt, Sampling
+from tests.conftest import make_llama, make_tokenizer
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+
+CLEAN = ConditionInfo(id="template/regular", family="template", severity=0, description="clean")
+VOCAB, DEPTH, ANSWER = 24, 3, 4
+GREEDY = RunSettings(depths=(DEPTH,), sampling=Sampling(), sampler="greedy", max_new_tokens=24, batch_size=4)
+SAMPLED = RunSettings(
+    depths=(DEPTH,), sampling=Sampling(temperature=1.0, seed=5), sampler="rejection", max_new_tokens=ANSWER,
+    batch_size=64, options={"workaround": "expand-batch", "max_num_seqs": "64"},
+)  # fmt: skip
+
+
+def prompt(name: str, token_ids: tuple[int, ...]) -> RenderedPrompt:
+    return RenderedPrompt(
+        prompt_id=name, suite="t", category="", turn=0, condition=CLEAN, token_ids=token_ids, spans=(),
+        bos_count=0, template_hash="",
+    )  # fmt: skip
+
+
+def compared(target: Target, drafters: dict[str, Drafter]) -> Iterator[Pair]:
+    """Replay and the engine on three chats."""
+    asked = []
+    for i, text in enumerate(("Name the days of the week.", "What is 12 times 7?", "Count to ten, twice.")):
+        chat = target.tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
+        )
+        asked.append(prompt(f"t/{i}", tuple(chat)))
+    runners = make_runners(("replay", "vllm"), target, GREEDY)
+    yield from cross_check(target, asked, drafters, GREEDY, runners)
+
+
+def check_agreement(pair: Pair) -> None:
+    assert pair.agrees, (pair.failures, pair.differences)
+    assert pair.agreement.answers == 3
+    assert pair.agreement.equal >= pair.agreement.rounds - len(pair.differences) > 10
+
+
+def test_the_engine_counts_what_replay_counts(smollm2_path: Path) -> None:
+    target = Target.load(str(smollm2_path), device="cpu", dtype="float32")
+    drafter = load_drafter("zoo:eagle3.1", target.weights())
+    (pair,) = compared(target, {"zoo:eagle3.1": drafter})
+    check_agreement(pair)
+
+
+@pytest.mark.slow
+def test_prompt_lookup_counts_silent_rounds_in_the_engine_too(smollm2_path: Path) -> None:
+    target = Target.load(str(smollm2_path), device="cpu", dtype="float32")
+    (pair,) = compared(target, {"ngram": NgramDrafter(1, 3)})
+    check_agreement(pair)
+
+
+# ---- sampling, on a target small enough to know every answer's probability
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A target, and another model of the same vocabulary."""
+    made = {}
+    for name, seed in (("target", 1), ("drafter", 2)):
+        made[name] = tmp_path_factory.mktemp("sampled") / name
+        model = make_llama(
+            VOCAB,
+            seed,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            initializer_range=0.2,
+        )
+        model.save_pretrained(made[name])
+        make_tokenizer().save_pretrained(made[name])
+    return made
+
+
+def sampled(target: Target, drafter: Drafter, count: int) -> list[Outcome]:
+    runner = VllmRunner(target, SAMPLED)
+    work = [Work(prompt=prompt(f"t/{i}", (1, 7, 9)), drafters=("draft-lm",)) for i in range(count)]
+    try:
+        outcomes = list(runner.run(work, {"draft-lm": drafter}, lambda _n: None))
+    finally:
+        runner.close()
+    assert not any(o.errors for o in outcomes), outcomes[0].errors
+    assert runner.record()["defects"] == {"expand-batch": "worked round"}
+    return outcomes
+
+
+def answer_law(
+    target: Target, ids: tuple[int, ...], answer: tuple[int, ...] = ()
+) -> Iterator[tuple[Any, float]]:
+    """Every answer and its probability, from the model alone."""
+    if len(answer) == ANSWER - 1 or (answer and answer[-1] in target.stop_ids):
+        yield answer, 1.0
+        return
+    with torch.inference_mode():
+        law = torch.softmax(target.model(torch.tensor([[*ids, *answer]])).logits[0, -1].double(), -1)
+    for token, p in enumerate(law.tolist()):
+        # answers below this are pooled anyway
+        if p > 1e-3:
+            yield from ((rest, p * q) for rest, q in answer_law(target, ids, (*answer, token)))
+
+
+def test_sampled_answers_follow_the_targets_law(tiny: dict[str, Path]) -> None:
+    """Another model drafts: its accepted tokens and the residual draws together must have the target's law."""
+    from scipy import stats
+
+    target = Target.load(str(tiny["target"]), device="cpu", dtype="float32")
+    drafter = load_drafter(f"draft-lm={tiny['drafter']}", target.weights())
+    count = 2000
+    outcomes = sampled(target, drafter, count)
+    rounds = [r for o in outcomes for r in o.rounds["draft-lm", DEPTH]]
+    accepted = sum(r.num_accepted for r in rounds) / len(rounds)
+    assert 0.1 < accepted < 2, "both ways of making a token must have been taken"
+    seen = Counter(o.answer_ids[: ANSWER - 1] for o in outcomes)
+    expected = {a: p * count for a, p in answer_law(target, (1, 7, 9)) if p * count >= 5}
+    observed = [seen[a] for a in expected]
+    rest = count - sum(observed), count - sum(expected.values())
+    found = stats.chisquare([*observed, rest[0]], [*expected.values(), rest[1]])
+    assert len(expected) > 20
+    assert found.pvalue > 1e-3, found
+
+
+@pytest.mark.slow
+def test_a_target_that_drafts_for_itself_accepts_everything(tiny: dict[str, Path]) -> None:
+    target = Target.load(str(tiny["target"]), device="cpu", dtype="float32")
+    drafter = load_drafter(f"draft-lm={tiny['target']}", target.weights())
+    for outcome in sampled(target, drafter, 64):
+        for entry in outcome.rounds["draft-lm", DEPTH]:
+            assert entry.engine_accepted == entry.num_drafted
