@@ -54,7 +54,8 @@ class Arm:
     epochs: float | None = None
     """Where given, the number of steps follows from it and from the data."""
     branch: str | None = None
-    """Arm whose shallow phase this one shares: they may differ in ``feedback`` only, which has no effect there."""
+    """Arm whose shallow phase this one shares: they may differ in ``feedback`` and in the chains' depth, which have no
+    effect there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

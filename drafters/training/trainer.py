@@ -173,7 +173,7 @@ class Trainer:
             self._load(out / STATE)
 
     def branch(self, other: Path) -> None:
-        """Start behind the shallow phase of another run that differs in what is fed back only.
+        """Start behind the shallow phase of another run that differs only in what comes after it: feedback and depth.
 
         Raises:
             UserError: that run differs in more, or did not get so far.
@@ -183,7 +183,7 @@ class Trainer:
         path = other / SHALLOW
         if not path.exists():
             raise UserError(f"{other} has no {SHALLOW}: it did not finish its shallow phase; train it first")
-        self._load(path, any_feedback=True)
+        self._load(path, shallow=True)
 
     def run(self, on_row: Callable[[LogRow], None] = lambda _row: None) -> None:
         """Train to the end, or go on from the checkpoint.
@@ -344,11 +344,14 @@ class Trainer:
                 "run the same command again"
             ) from error
 
-    def _load(self, path: Path, *, any_feedback: bool = False) -> None:
+    def _load(self, path: Path, *, shallow: bool = False) -> None:
         state = torch.load(path, map_location=self.model.device, weights_only=True)
         mine, theirs = self._identity(), state["identity"]
-        if any_feedback:
-            theirs["config"]["feedback"] = mine["config"]["feedback"]
+        if shallow:
+            # chains of one step feed nothing back
+            for part, name in (("config", "feedback"), ("config", "trained_depth")):
+                theirs[part][name] = mine[part].get(name)
+            theirs["setting"]["chain"]["depth"] = mine["setting"]["chain"]["depth"]
         different = _differences(mine, theirs)
         if different or not torch.equal(state["target_ids"].cpu(), self.model.target_ids.cpu()):
             what = ", ".join(different) or "the draft vocabulary"

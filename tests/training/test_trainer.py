@@ -95,7 +95,7 @@ def test_a_finished_run_is_not_trained_again(tmp_path: Path) -> None:
     assert [row.split for row in rows] == ["held_out"]
 
 
-def test_the_shallow_phase_is_shared_by_arms_that_differ_in_feedback_only(tmp_path: Path) -> None:
+def test_the_shallow_phase_is_shared_by_arms_that_differ_behind_it_only(tmp_path: Path) -> None:
     pre = make_trainer(tmp_path / "pre", norm_per_tap=True)
     pre.run()
     alone = make_trainer(tmp_path / "post", norm_per_tap=True, feedback="post")
@@ -106,6 +106,13 @@ def test_the_shallow_phase_is_shared_by_arms_that_differ_in_feedback_only(tmp_pa
     branched.run()
     assert torch.equal(weights(alone), weights(branched))
     assert not torch.equal(weights(alone), weights(pre))
+    deep = replace(SETTING, chain=ChainSetting(depth=4, keep=0.7))
+    deeper = make_trainer(tmp_path / "deeper", deep, norm_per_tap=True)
+    deeper.branch(tmp_path / "pre")
+    deeper.run()
+    trained_so = make_trainer(tmp_path / "so", deep, norm_per_tap=True)
+    trained_so.run()
+    assert torch.equal(weights(trained_so), weights(deeper))
     gated = make_trainer(tmp_path / "gated", norm_per_tap=True, gate=True)
     with pytest.raises(UserError, match="differs in config.gate"):
         gated.branch(tmp_path / "pre")
