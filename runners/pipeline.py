@@ -640,7 +640,14 @@ def run(
         )
         observer.started(target.info, infos, pipeline.answers, pipeline.resumed)
         with packed.kept_open(kept, plan):
-            return pipeline.execute()
+            report = pipeline.execute()
+        if config.throughput:
+            from specbench.runners.throughput import measure_run
+
+            report.failures.update(
+                measure_run(runner, plan.first_turns, drafters, config, directory.path, observer.note)
+            )
+        return report
 
 
 def warn_positions(plan: Plan, drafters: Collection[Drafter], config: RunConfig, observer: Observer) -> None:

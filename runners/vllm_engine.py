@@ -21,6 +21,7 @@ from specbench.runners import engine_defects
 from specbench.runners.answers import answer_limit, kv_bytes_per_token
 from specbench.runners.engine_rounds import rounds_from_steps
 from specbench.runners.engine_spec import EngineSpec, engine_spec
+from specbench.runners.pace import Pace
 from specbench.runners.runner import Outcome, RunSettings, Work, answer_facts
 from specbench.runners.sampling import stream
 from specbench.runners.stopping import Ending, cut_rounds
@@ -61,6 +62,18 @@ class Engine(Protocol):
         on_tokens: Callable[[int], None] = ...,
     ) -> Iterator[EngineAnswer]:
         """Yield answers as they finish."""
+        ...
+
+    def measure(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        stop_ids: Sequence[int],
+        *,
+        users: int,
+        costs: bool,
+    ) -> tuple[list[EngineAnswer], Pace]:
+        """Answer with ``users`` requests at work at any time."""
         ...
 
     def close(self) -> None:
@@ -155,6 +168,47 @@ class VllmRunner:
             yield from self._run_bare(bare, free, failed, on_tokens)
         yield from failed
 
+    def engine_apart(self, drafter: Drafter | None, depth: int, *, length: int, users: int) -> Engine:
+        """Start an engine to be measured; the one alive is stopped, and the caller stops this one.
+
+        Args:
+            drafter: None: no speculation.
+            depth: k.
+            length: positions it must have.
+            users: requests it must serve at a time.
+
+        Raises:
+            UserError: vLLM cannot express the drafter, or the engine does not start.
+        """
+        self.close()
+        speculative = None
+        if drafter is not None:
+            spec = engine_spec(drafter, self.target.weights(), cache_dir() / "engines")
+            speculative = self._speculative(spec, depth)
+        return self._start(self._engine_options(speculative, length, users), self._defects)
+
+    def length(self, prompts: Sequence[RenderedPrompt], depth: int) -> int:
+        """Return the positions that an engine needs for these prompts, their answers and drafts behind them."""
+        longest = max(
+            len(prompt.token_ids) + (prompt.max_new_tokens or self.settings.max_new_tokens)
+            for prompt in prompts
+        )
+        wanted = -(-(longest + depth + _SLACK) // 256) * 256
+        return min(wanted, self.target.info.max_positions)
+
+    def request(self, key: str, prompt: RenderedPrompt) -> Request:
+        """Return a prompt as an engine gets it."""
+        sampling = self.settings.sampling
+        seed = None
+        if not sampling.greedy:
+            seed = int(stream(sampling.seed, *prompt.key).integers(1 << 31))
+        return Request(
+            key=key,
+            token_ids=prompt.token_ids,
+            max_tokens=answer_limit(prompt, self.settings.max_new_tokens, self.target.info.max_positions),
+            seed=seed,
+        )
+
     def close(self) -> None:
         """Stop the engine that is still alive."""
         if self._alive is not None:
@@ -222,24 +276,12 @@ class VllmRunner:
         self, engine: Engine, work: Sequence[Work], on_tokens: Callable[[int], None]
     ) -> Iterator[tuple[EngineAnswer, Work]]:
         by_key = {str(i): item for i, item in enumerate(work)}
-        requests = [self._request(key, item.prompt) for key, item in by_key.items()]
+        requests = [self.request(key, item.prompt) for key, item in by_key.items()]
         missing = set(by_key)
         for answer in engine.answer(requests, self.settings.sampling, self.target.stop_ids, on_tokens):
             missing.discard(answer.key)
             yield answer, by_key[answer.key]
         assert not missing, f"the engine finished without answers {sorted(missing)}"
-
-    def _request(self, key: str, prompt: RenderedPrompt) -> Request:
-        sampling = self.settings.sampling
-        seed = None
-        if not sampling.greedy:
-            seed = int(stream(sampling.seed, *prompt.key).integers(1 << 31))
-        return Request(
-            key=key,
-            token_ids=prompt.token_ids,
-            max_tokens=answer_limit(prompt, self.settings.max_new_tokens, self.target.info.max_positions),
-            seed=seed,
-        )
 
     def _take(self, outcome: Outcome, name: str, depth: int, drafter: Drafter, answer: EngineAnswer) -> None:
         prompt = outcome.work.prompt
@@ -261,26 +303,16 @@ class VllmRunner:
         self, key: tuple[str, int], speculative: Mapping[str, Any] | None, work: Sequence[Work]
     ) -> Engine:
         """Return the engine of a drafter and depth, started if it is not the one alive."""
-        needed = self._needed_length(work, key[1])
+        needed = self.length([item.prompt for item in work], key[1])
         if self._alive is not None and self._alive[0] == key and self._alive[1] >= needed:
             return self._alive[2]
         self.close()
-        options = self._engine_options(speculative, needed)
+        options = self._engine_options(speculative, needed, self._max_num_seqs())
         engine = self._start(options, self._defects)
         self._alive = (key, options.max_model_len, engine)
         return engine
 
-    def _needed_length(self, work: Sequence[Work], depth: int) -> int:
-        """Positions for the longest prompt of the run so far, its answer, and drafts behind it, in steps of 256."""
-        longest = max(
-            len(item.prompt.token_ids) + (item.prompt.max_new_tokens or self.settings.max_new_tokens)
-            for item in work
-        )
-        wanted = -(-(longest + depth + _SLACK) // 256) * 256
-        return min(wanted, self.target.info.max_positions)
-
-    def _engine_options(self, speculative: Mapping[str, Any] | None, length: int) -> EngineOptions:
-        seqs = self._max_num_seqs()
+    def _engine_options(self, speculative: Mapping[str, Any] | None, length: int, seqs: int) -> EngineOptions:
         kv = None
         memory = float(self.options.get("gpu_memory", 0.9))
         if self._device == "cpu":

@@ -24,6 +24,7 @@ from typing import Any
 
 from specbench.errors import UserError
 from specbench.runners import engine_defects
+from specbench.runners.pace import Pace
 from specbench.runners.vllm_start import (
     EngineAnswer,
     EngineOptions,
@@ -112,6 +113,28 @@ class RemoteEngine:
                 return
             else:
                 raise UserError(f"vLLM failed while answering: {details[0]}{self._tail()}")
+
+    def measure(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        stop_ids: Sequence[int],
+        *,
+        users: int,
+        costs: bool,
+    ) -> tuple[list[EngineAnswer], Pace]:
+        """Answer with ``users`` requests at work at any time; see ``VllmEngine.measure``.
+
+        Raises:
+            UserError: the engine fails, dies or hangs.
+        """
+        self._send(("measure", tuple(requests), sampling, tuple(stop_ids), users, costs))
+        # nothing is told meanwhile: telling takes time
+        kind, *details = self._receive(self._step_seconds * max(1, len(requests) // users), "measured")
+        if kind != "pace":
+            raise UserError(f"vLLM failed while answering: {details[0]}{self._tail()}")
+        answers, pace = details
+        return answers, pace
 
     def metrics(self) -> dict[str, Any]:
         """Return the engine's counters by name."""
@@ -233,6 +256,10 @@ def _serve(pipe: Connection, options: EngineOptions, defects: Mapping[str, str],
 def _handle(pipe: Connection, engine: Any, what: str, details: Sequence[Any]) -> None:
     if what == "metrics":
         pipe.send(("metrics", engine.metrics()))
+        return
+    if what == "measure":
+        requests, sampling, stops, users, costs = details
+        pipe.send(("pace", *engine.measure(requests, sampling, stops, users=users, costs=costs)))
         return
     requests, sampling, stops = details
     for answer in engine.answer(requests, sampling, stops, lambda count: pipe.send(("tokens", count))):

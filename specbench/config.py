@@ -17,7 +17,7 @@ from specbench.errors import UserError, unknown_name
 ANSWER_PATHS = ("free", "forced", "both")
 SAMPLERS = ("greedy", "match", "rejection")
 # How fast or where a run happens, and what is kept of it, does not change what it measures.
-_NOT_IDENTITY = ("out", "device", "batch_size", "keep_traces")
+_NOT_IDENTITY = ("out", "device", "batch_size", "keep_traces", "throughput")
 # Count only where they are set, so that runs from before they existed keep their identity.
 _IDENTITY_IF_SET = ("engine", "url")
 
@@ -81,6 +81,8 @@ class RunConfig:
     """``NAME=VALUE`` options of an engine runner (vllm, vllm-server)."""
     url: str | None = None
     """Of a server that runs already (vllm-server)."""
+    throughput: tuple[int, ...] = ()
+    """Numbers of users for which tokens/s are measured once the rounds are there (vllm)."""
     trust_remote_code: bool = False
     out: str = "runs/latest"
 
@@ -115,6 +117,10 @@ class RunConfig:
             raise UserError(f"--traces scores the answers a pack holds, no target runs: leave out {other}")
         if self.keep_traces and self.runner != "replay":
             raise UserError(f"--keep-traces needs --runner replay; the runner {self.runner} makes no traces")
+        if self.throughput and (self.runner != "vllm" or min(self.throughput) < 1):
+            raise UserError(
+                "--throughput takes numbers of users of 1 or more, as in 1,4,16, and needs --runner vllm"
+            )
         if self.url is not None and self.runner != "vllm-server":
             raise UserError(f"--url names a running server: it needs --runner vllm-server, not {self.runner}")
         self.engine_options()

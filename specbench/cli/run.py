@@ -50,6 +50,12 @@ if TYPE_CHECKING:
 )
 @engine_options
 @click.option(
+    "--throughput",
+    callback=lambda ctx, param, value: numbers(ctx, param, value) or (),
+    metavar="USERS,...",
+    help="With --runner vllm: tokens/s for these numbers of users, as in 1,4,16, beside the engine without speculation.",
+)
+@click.option(
     "--sampler",
     type=click.Choice(("auto", *SAMPLERS)),
     default="auto",
@@ -139,6 +145,18 @@ def _execute(config: RunConfig, display: Display, dry_run: bool) -> Any:
     return run_pipeline(config, display, dry_run=dry_run, command=["specbench", *sys.argv[1:]])
 
 
+def _print_throughput(out: Path, console: Any) -> None:
+    from specbench.runners.throughput import read_levels
+
+    levels = read_levels(out)
+    if levels:
+        from specbench.cli.throughput import THROUGHPUT_LEGEND, throughput_table
+
+        console.print()
+        console.print(throughput_table(levels), soft_wrap=True)
+        console.print(THROUGHPUT_LEGEND, style="dim")
+
+
 def _print_results(out: Path) -> None:
     import pyarrow.parquet as pq
     from rich.console import Console
@@ -173,5 +191,6 @@ def _print_results(out: Path) -> None:
     console.print()
     for sentence in verdicts(out, table=table, scores=scores):
         console.print(f"- {sentence}", markup=False, highlight=False)
+    _print_throughput(out, console)
     figures = plot_run(out, out / "figures", form="png")
     console.print(f"\nrun {out}: {path.name}, rounds/, {len(figures)} figures in figures/", highlight=False)
