@@ -138,6 +138,48 @@ def _feasible(steps: Sequence[int], records: Sequence[Record]) -> list[list[bool
     return table
 
 
+def records_from_counters(
+    *,
+    emitted: Sequence[int],
+    num_rounds: int,
+    num_drafted: int,
+    num_accepted: int,
+    depth: int,
+    proposes: Callable[[int], bool] | None = None,
+) -> tuple[Record, ...]:
+    """Return an answer's verified steps where its growth was watched and only counters are there for the rest.
+
+    A step that grew the answer by n tokens accepted n - 1 drafts; only in the last one may more have been accepted,
+    behind the answer's end, and that is what the counters are needed for.
+
+    Args:
+        emitted: tokens the answer grew by at each step, the prefill's first.
+        num_rounds: steps with a proposal.
+        num_drafted: draft tokens in all of them; how they spread over rounds that proposed fewer than k is not known.
+        num_accepted: accepted ones.
+        depth: k.
+        proposes: as for :func:`rounds_from_steps`.
+
+    Raises:
+        UserError: the counters cannot belong to this answer.
+    """
+    found: list[int] = []
+    start = 0
+    for size in emitted[1:]:
+        if size > 1 or proposes is None or proposes(start):
+            found.append(size - 1)
+        start += size
+    behind_the_end = num_accepted - sum(found)
+    if found:
+        found[-1] += behind_the_end
+    fits = len(found) == num_rounds and behind_the_end >= 0 and max(found, default=0) <= depth
+    if not fits or (behind_the_end and not found):
+        raise _impossible(
+            f"{num_rounds} rounds with {num_accepted} accepted tokens do not fit steps of {list(emitted)} tokens"
+        )
+    return tuple(zip(found, _share(num_drafted, found, depth), strict=True))
+
+
 def rounds_from_counters(
     *, num_rounds: int, num_drafted: int, accepted_per_position: Sequence[int], answer_length: int, depth: int
 ) -> list[Round]:

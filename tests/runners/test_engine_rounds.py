@@ -7,7 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specbench.errors import UserError
-from specbench.runners.engine_rounds import rounds_from_counters, rounds_from_steps
+from specbench.runners.engine_rounds import (
+    records_from_counters,
+    rounds_from_counters,
+    rounds_from_steps,
+)
 
 
 class Simulation:
@@ -86,6 +90,41 @@ def test_counters_give_exact_rates(script: list[tuple[int, int]], answer_length:
         # with the end cut off, steps without a proposal hide behind the tokens nobody received
         assert len(rounds) == len(sim.truth)
         assert sum(r.num_accepted for r in rounds) == sum(raw)
+
+
+@given(script=scripts, answer_length=st.integers(1, 40), always=st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_counters_and_growth_give_every_round(
+    script: list[tuple[int, int]], answer_length: int, always: bool
+) -> None:
+    """As before but for how many were drafted in rounds that proposed fewer than k."""
+    sim = Simulation([(a, 4 if always else d) for a, d in script], answer_length, 4)
+    silent = {start for start, drafted, _a, _e in sim.truth if drafted == 0}
+    records = records_from_counters(
+        emitted=sim.emitted,
+        num_rounds=len(sim.records),
+        num_drafted=sum(d for _a, d in sim.records),
+        num_accepted=sum(a for a, _d in sim.records),
+        depth=4,
+        proposes=None if always else lambda s: s not in silent,
+    )
+    assert [a for a, _d in records] == [a for a, _d in sim.records]
+    assert sum(d for _a, d in records) == sum(d for _a, d in sim.records)
+    assert not always or list(records) == sim.records
+
+
+@pytest.mark.parametrize(
+    ("num_rounds", "num_accepted"), [(3, 3), (1, 3), (2, 2), (2, 7)], ids=["more", "fewer", "less", "deeper"]
+)
+def test_counters_of_another_answer_are_refused(num_rounds: int, num_accepted: int) -> None:
+    with pytest.raises(UserError, match="do not fit steps"):
+        records_from_counters(
+            emitted=[1, 3, 2],
+            num_rounds=num_rounds,
+            num_drafted=4 * num_rounds,
+            num_accepted=num_accepted,
+            depth=4,
+        )
 
 
 @pytest.mark.parametrize(("length", "expected"), [(1.5, 1.5), (2.8, 2.8), (4.0, 4.0)])

@@ -83,6 +83,7 @@ def test_so_many_users_are_served_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
     clock = SimpleNamespace(seconds=0.0, wait=False, installed=True, on_device=False)
     monkeypatch.setattr(engine, "_engine", inner, raising=False)
     monkeypatch.setattr(engine, "_clock", clock, raising=False)
+    monkeypatch.setattr(engine, "_counts_only", False, raising=False)
     lengths = (2, 5, 3, 1, 4)
     requests = [Request(key=str(i), token_ids=(1,), max_tokens=n, seed=None) for i, n in enumerate(lengths)]
     answers, pace = engine.measure(requests, Sampling(), (), users=2, costs=False)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +28,14 @@ from specbench.runners.runner import Outcome, RunSettings, Work
 from specbench.runners.targets import Target
 from specbench.runners.vllm_engine import VllmRunner, read_options
 from specbench.runners.vllm_process import RemoteEngine
-from specbench.runners.vllm_start import EngineAnswer, EngineOptions, Request, engine_version, start_failure
+from specbench.runners.vllm_start import (
+    EngineAnswer,
+    EngineOptions,
+    Request,
+    VllmEngine,
+    engine_version,
+    start_failure,
+)
 from specbench.types import ConditionInfo, RenderedPrompt, Sampling, Span, TargetWeights
 
 CLEAN = ConditionInfo(id="template/regular", family="template", severity=0, description="clean")
@@ -241,6 +249,65 @@ def test_a_failed_start_names_the_likely_cause() -> None:
     text = "operator torchvision::nms does not exist"
     assert "pip uninstall torchvision" in str(start_failure("RuntimeError", text, ["loading", ""]))
     assert "likely cause" not in str(start_failure("RuntimeError", "something else", []))
+
+
+class Counting:
+    """An engine of a version that keeps counters only: every step accepts 2 of 4, whatever the answer takes."""
+
+    def __init__(self) -> None:
+        self.left: dict[str, list[int]] = {}
+        self.totals = {"drafts": 10, "draft_tokens": 40, "accepted_tokens": 7}
+
+    def add_request(self, key: str, _prompt: Any, limit: int) -> None:
+        assert not self.left, "counters tell nothing of two at a time"
+        self.left[key] = [limit]
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.left)
+
+    def step(self) -> list[Any]:
+        ((key, (limit, *tokens)),) = self.left.items()
+        if tokens:
+            for name, count in (("drafts", 1), ("draft_tokens", 4), ("accepted_tokens", 2)):
+                self.totals[name] += count
+        tokens = [*tokens, *range(50, 53)][:limit] if tokens else [49]
+        self.left[key] = [limit, *tokens]
+        done = len(tokens) == limit
+        if done:
+            del self.left[key]
+        completion = SimpleNamespace(token_ids=tokens, finish_reason="length")
+        return [SimpleNamespace(request_id=key, outputs=[completion], finished=done, prompt_token_ids=[])]
+
+    def get_metrics(self) -> list[Any]:
+        return [
+            SimpleNamespace(name=f"vllm:spec_decode_num_{name}", value=count)
+            for name, count in self.totals.items()
+        ]
+
+
+def test_counters_serve_where_there_is_nothing_better(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_start, "_params", lambda request, _sampling, _stops: request.max_tokens)
+
+    def start(_options: EngineOptions, _defects: Mapping[str, str]) -> VllmEngine:
+        engine = VllmEngine.__new__(VllmEngine)
+        engine._engine = engine.llm = Counting()
+        engine._clock = SimpleNamespace(seconds=0.0)  # type: ignore[assignment]
+        engine._counts_only = True
+        engine.close = lambda: None  # type: ignore[attr-defined]
+        return engine
+
+    drafter = eagle3(target.weights())
+    runner = VllmRunner(target, settings(max_new_tokens=9), start=start, version="0.32.0")  # type: ignore[arg-type]
+    for outcome in run(runner, {"mine": drafter}):
+        assert not outcome.errors
+        # nine tokens: 1 + 3 + 3 + 2, and the engine accepted one draft more than the user got
+        rounds = [
+            (r.num_accepted, r.engine_accepted, r.num_emitted, r.num_drafted)
+            for r in outcome.rounds["mine", 4]
+        ]
+        assert rounds == [(2, 2, 3, 4), (2, 2, 3, 4), (2, 2, 2, 4)]
 
 
 # ---- the child process, with fake engines in it

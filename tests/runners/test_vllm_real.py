@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,15 @@ import torch
 from specbench.drafters.ngram import NgramDrafter
 from specbench.drafters.resolve import load_drafter
 from specbench.runners.cross_check import Pair, cross_check, make_runners
+from specbench.runners.replay import ReplayRunner
 from specbench.runners.runner import Outcome, RunSettings, Work
 from specbench.runners.targets import Target
 from specbench.runners.vllm_engine import VllmRunner
+from specbench.runners.vllm_process import RemoteEngine
+from specbench.runners.vllm_start import EngineOptions
 from specbench.types import ConditionInfo, Drafter, RenderedPrompt, Sampling
 from tests.conftest import make_llama, make_tokenizer
+from tests.runners.test_verdict import edit_config, remove_fc_norm, shift_map
 
 pytestmark = [
     pytest.mark.vllm,
@@ -41,16 +47,20 @@ def prompt(name: str, token_ids: tuple[int, ...]) -> RenderedPrompt:
     )  # fmt: skip
 
 
-def compared(target: Target, drafters: dict[str, Drafter]) -> Iterator[Pair]:
-    """Replay and the engine on three chats."""
+def chats(target: Target) -> list[RenderedPrompt]:
     asked = []
     for i, text in enumerate(("Name the days of the week.", "What is 12 times 7?", "Count to ten, twice.")):
         chat = target.tokenizer.apply_chat_template(
             [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
         )
         asked.append(prompt(f"t/{i}", tuple(chat)))
+    return asked
+
+
+def compared(target: Target, drafters: dict[str, Drafter]) -> Iterator[Pair]:
+    """Replay and the engine on three chats."""
     runners = make_runners(("replay", "vllm"), target, GREEDY)
-    yield from cross_check(target, asked, drafters, GREEDY, runners)
+    yield from cross_check(target, chats(target), drafters, GREEDY, runners)
 
 
 def check_agreement(pair: Pair) -> None:
@@ -71,6 +81,42 @@ def test_prompt_lookup_counts_silent_rounds_in_the_engine_too(smollm2_path: Path
     target = Target.load(str(smollm2_path), device="cpu", dtype="float32")
     (pair,) = compared(target, {"ngram": NgramDrafter(1, 3)})
     check_agreement(pair)
+
+
+BROKEN: dict[str, tuple[Callable[[Path], None], str, str]] = {
+    "taps": (edit_config(eagle_aux_hidden_state_layer_ids=[3, 16, 28]), "taps", "taps (3, 16, 28)"),
+    "d2t": (shift_map, "vocabulary map", "d2t off by +1"),
+    "norm_output": (edit_config(norm_output=False), "norm flags", "norm_output read as false"),
+    "fc_norm": (remove_fc_norm, "norm flags", "fc_norm not applied"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(BROKEN))
+def test_a_broken_export_is_caught_on_the_engine(smollm2_path: Path, tmp_path: Path, name: str) -> None:
+    """The engine gets a damaged copy of the files; ``agree`` must say which damage."""
+    break_it, kind, text = BROKEN[name]
+    target = Target.load(str(smollm2_path), device="cpu", dtype="float32")
+    drafter = load_drafter("zoo:eagle3.1", target.weights())
+    assert drafter.info.taps == (2, 15, 27)
+    broken = tmp_path / "broken"
+
+    def start(options: EngineOptions, defects: Mapping[str, str]) -> RemoteEngine:
+        assert options.speculative is not None
+        shutil.copytree(options.speculative["model"], broken)
+        break_it(broken)
+        return RemoteEngine(
+            replace(options, speculative={**options.speculative, "model": str(broken)}), defects
+        )
+
+    longer = replace(GREEDY, max_new_tokens=48)
+    runners = {"replay": ReplayRunner(target, longer), "vllm": VllmRunner(target, longer, start=start)}
+    (pair,) = cross_check(target, chats(target), {"zoo:eagle3.1": drafter}, longer, runners)
+    assert broken.is_dir() and not pair.failures
+    wrong = [d for d in pair.differences if not d.explained]
+    assert wrong, "the break changed nothing: this test would prove nothing"
+    assert {d.kind for d in wrong} == {kind}, wrong
+    assert all(text in d.verdict for d in wrong)
 
 
 # ---- sampling, on a target small enough to know every answer's probability
