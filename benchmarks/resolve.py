@@ -1,7 +1,7 @@
 """From what a user writes after ``--suite`` to a suite.
 
-Example: ``load_suite("mtbench")`` and ``load_suite("questions.jsonl")`` both return something with ``info``
-and ``load``.
+Example: ``load_suite("mtbench")``, ``load_suite("questions.jsonl")`` and ``load_suite("lm-eval:gsm8k_cot")`` all
+return something with ``info`` and ``load``.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from specbench import registry
+from specbench.benchmarks.lm_eval_tasks import PREFIX, LmEvalSuite
 from specbench.benchmarks.own_file import OwnFile
 from specbench.errors import UserError
 from specbench.types import Suite
 
 
 def load_suite(name_or_path: str) -> Suite:
-    """Return the suite of that name (built in or from a plug-in), or the one that a file of the user's makes.
+    """Return the suite of that name (built in or from a plug-in), the one that a file of the user's makes, or a task
+    of lm-eval.
 
     A name that is registered is never taken for a path. A plug-in may register a suite or anything that
     returns one when called without arguments.
@@ -24,6 +26,8 @@ def load_suite(name_or_path: str) -> Suite:
         UserError: no suite has the name and no file is there; a file bears a registered suite's name; the
             plug-in's object is no suite.
     """
+    if name_or_path.startswith(PREFIX):
+        return LmEvalSuite(name_or_path.removeprefix(PREFIX))
     known = registry.names("suites")
     if name_or_path not in known and (name_or_path.endswith(".jsonl") or Path(name_or_path).exists()):
         own = OwnFile(Path(name_or_path))

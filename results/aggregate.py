@@ -21,7 +21,7 @@ import pyarrow as pa
 from specbench.errors import UserError
 from specbench.results.checks import ANSWER_RULES, ROUND_RULES, rule_problems
 from specbench.results.intervals import CLEAN, OVERALL, interval_columns
-from specbench.results.schema import ANSWERS, ROUNDS, TABLES
+from specbench.results.schema import ACCURACY, ANSWERS, ROUNDS, TABLES, arrow_schema
 from specbench.results.statistics import DRAWS
 from specbench.results.store import RunStore
 
@@ -109,10 +109,32 @@ def register(connection: Any, sources: Source | Iterable[Source]) -> None:
         connection.execute(
             f"CREATE OR REPLACE VIEW {name} AS SELECT * FROM ({body}) {once if name == 'answers' else ''}"
         )
+    _register_accuracy(connection, stores, names)
     for view, rules in (("rounds", ROUND_RULES), ("answers", ANSWER_RULES)):
         for problem in rule_problems(connection, view, rules):
             where = ", ".join(str(s.path) for s in stores)
             raise UserError(f"the {view} of {where} are impossible: {problem}; the run must be made again")
+
+
+def _register_accuracy(connection: Any, stores: Sequence[RunStore], names: Sequence[str]) -> None:
+    """Make the table ``accuracy`` of the runs that were scored; empty where none was."""
+    import pyarrow.parquet as pq
+
+    parts = [arrow_schema("accuracy").empty_table()]
+    for store, label in zip(stores, names, strict=True):
+        path = store.path / "accuracy.parquet"
+        if not path.exists():
+            continue
+        try:
+            part = pq.read_table(path).cast(arrow_schema("accuracy"))
+        except (OSError, ValueError, pa.ArrowInvalid) as error:
+            raise UserError(f"{path} cannot be read ({error}); score the run again") from error
+        if len(stores) > 1:
+            part = part.set_column(0, "run_id", pa.array([label] * part.num_rows).dictionary_encode())
+        parts.append(part)
+    plain = pa.schema([(c.name, pa.string() if pa.types.is_dictionary(c.type) else c.type) for c in ACCURACY])
+    connection.register("accuracy_rows", pa.concat_tables([p.cast(plain) for p in parts]))
+    connection.execute("CREATE OR REPLACE TEMP TABLE accuracy AS SELECT * FROM accuracy_rows")
 
 
 def open_runs(sources: Source | Iterable[Source]) -> list[RunStore]:
@@ -180,6 +202,7 @@ def acceptance_table(
     connection.execute(f"CREATE OR REPLACE TEMP TABLE answered AS {_answers_sql(query)}")
     connection.execute(f"CREATE OR REPLACE TEMP TABLE forced AS {_forced_sql(query)}")
     table = connection.sql(_final_sql(query, _forced_depth(connection))).to_arrow_table()
+    table = _with_accuracy(connection, table, by)
     if not draws:
         return table
     for name, values in interval_columns(connection, by, table.select(by).to_pylist(), draws, seed).items():
@@ -207,6 +230,26 @@ def write_acceptance(
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error
     return path
+
+
+def _with_accuracy(connection: Any, table: Any, by: Sequence[str]) -> Any:
+    """Append ``accuracy`` and ``accuracy_retention`` where the runs were scored and the rows name what was."""
+    keys = ("run_id", "suite", "condition", "answer_path")
+    if not {"suite", "condition"} <= set(by) or "category" in by:
+        return table
+    used = [k for k in keys if k in by]
+    values = ("accuracy", "accuracy_retention")
+    rows = connection.execute(
+        f'SELECT {", ".join((*used, *values))} FROM accuracy WHERE "primary"'
+    ).fetchall()
+    if not rows:
+        return table
+    found = {tuple(row[: len(used)]): row[len(used) :] for row in rows}
+    wanted = list(zip(*(table.column(k).to_pylist() for k in used), strict=True))
+    for i, name in enumerate(values):
+        column = [found[key][i] if key in found else None for key in wanted]
+        table = table.append_column(name, pa.array(column, pa.float64()))
+    return table
 
 
 def make_cells(connection: Any, by: Sequence[str]) -> None:

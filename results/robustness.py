@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -62,6 +62,17 @@ class Family:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Accuracy:
+    """The score of the answers under one condition, whoever drafts."""
+
+    accuracy: float
+    retention: float | None
+    """Relative to the clean condition, over the prompts scored under both."""
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Robustness:
     """The score of one drafter and everything it is made of."""
 
@@ -77,6 +88,8 @@ class Robustness:
     sensitivity: Mapping[str, float]
     """The score under other weights: ``mean only``, ``worst only``, and ``without F`` for each family F."""
     num_prompts: int
+    accuracy: Mapping[str, Accuracy] = field(default_factory=dict)
+    """condition -> what became of the answers' own score; empty where the run was not scored."""
 
 
 def robustness(
@@ -111,7 +124,25 @@ def robustness(
         others = {c: g for c, g in conditions.items() if c != CLEAN}
         found = _scored(keys, clean, others, families, draws, seed) if clean else None
         scored += [found] if found else []
-    return scored
+    return [replace(s, accuracy=_accuracy(connection, s)) for s in scored]
+
+
+def _accuracy(connection: Any, score: Robustness) -> dict[str, Accuracy]:
+    """Look up what the run's scoring says, over all suites where there are several."""
+    rows = connection.execute(
+        """
+        SELECT condition, accuracy, accuracy_retention, accuracy_retention_low, accuracy_retention_high FROM accuracy
+        WHERE "primary" AND run_id = ?
+          AND suite = coalesce((SELECT min(suite) FROM accuracy WHERE suite = 'all' AND run_id = ?),
+                               (SELECT min(suite) FROM accuracy WHERE run_id = ?))
+        ORDER BY condition
+        """,
+        [score.keys["run_id"]] * 3,
+    ).fetchall()
+    return {
+        condition: Accuracy(accuracy=value, retention=kept, low=low, high=high)
+        for condition, value, kept, low, high in rows
+    }
 
 
 def _scored(
@@ -210,12 +241,15 @@ def render(scores: Sequence[Robustness], form: str, width: int = 120) -> str:
         return json_text({"formula": FORMULA, "scores": [_record(s) for s in scores]})
     if form == "csv":
         records = [_record(s) for s in scores]
-        names = list(dict.fromkeys(k for r in records for k in r if k not in ("families", "sensitivity")))
+        names = list(
+            dict.fromkeys(k for r in records for k in r if k not in ("families", "sensitivity", "accuracy"))
+        )
         return csv_text(names, [[r.get(n) for n in names] for r in records])
     tables: dict[tuple[Any, ...], list[Robustness]] = defaultdict(list)
     for score in scores:
         tables[tuple(v for k, v in score.keys.items() if k != "answer_path")].append(score)
-    return render_sheets([_sheet(paths) for paths in tables.values()], FORMULA, form, width)
+    sheets = [_sheet(paths) for paths in tables.values()] + [_accuracy_sheet(s) for s in scores if s.accuracy]
+    return render_sheets(sheets, FORMULA, form, width)
 
 
 def _record(score: Robustness) -> dict[str, Any]:
@@ -230,7 +264,36 @@ def _record(score: Robustness) -> dict[str, Any]:
             for name, f in score.families.items()
         },
         "sensitivity": dict(score.sensitivity),
+        **({"accuracy": {c: asdict(a) for c, a in score.accuracy.items()}} if score.accuracy else {}),
     }
+
+
+def _accuracy_sheet(score: Robustness) -> Sheet:
+    """Acceptance retention and accuracy retention of every condition, side by side."""
+    kept = {c: r for family in score.families.values() for c, r in family.retentions.items()}
+    rows = []
+    for condition in [CLEAN, *kept]:
+        found = score.accuracy.get(condition)
+        held = None if found is None else found.retention
+        interval = "–"
+        if found is not None and found.low is not None and found.high is not None:
+            interval = f"[{found.low:.3f}, {found.high:.3f}]"
+        rows.append(
+            (
+                condition,
+                "1.000" if condition == CLEAN else f"{kept[condition]:.3f}",
+                "–" if found is None else f"{found.accuracy:.3f}",
+                "1.000" if condition == CLEAN else "–" if held is None else f"{held:.3f}",
+                interval,
+            )
+        )
+    keys = " · ".join(f"{k} {plain(v)}" for k, v in score.keys.items() if k in ("runner", "k"))
+    return Sheet(
+        title=f"{score.keys['drafter']}: acceptance and accuracy kept · {keys}",
+        headers=("condition", "acceptance retention", "accuracy", "accuracy retention", "95 %"),
+        rows=tuple(rows),
+        num_labels=1,
+    )
 
 
 def _sheet(paths: Sequence[Robustness]) -> Sheet:

@@ -160,6 +160,45 @@ ITEMS = (
     _column("error", pa.string(), "why the item failed; null where it is complete", True),
 )
 
+_SCORE_KEYS = (
+    *(c for c in _ANSWER_KEYS if c.name in ("run_id", "suite", "condition", "family", "answer_path")),
+    _column("task", KEY, "what scored: a task of lm-eval, or specbench's own scorer of the suite"),
+    _column("version", KEY, "of that task"),
+    _column("filter", KEY, "how the answer was read before it was compared, by lm-eval's name"),
+    _column("metric", KEY, "what was compared, by lm-eval's name"),
+    _column("primary", pa.bool_(), "the one pair of filter and metric that stands beside acceptance"),
+)
+
+SCORES = (
+    *_SCORE_KEYS,
+    _column("prompt_id", KEY, "suite/name"),
+    _column("turn", pa.int32(), "0 for the first user turn of the prompt"),
+    _column("num_fewshot", pa.int32(), "solved examples in the prompt, where the task has them", True),
+    _column("fewshot_seed", pa.int64(), "seed of their choice", True),
+    _column("value", pa.float64(), "the metric of this answer; null where it exists over many only", True),
+    _column("text", pa.string(), "the answer as it was scored: special tokens out, cut at the stop string"),
+)
+
+ACCURACY = (
+    *_SCORE_KEYS,
+    _column("higher_is_better", pa.bool_(), "whether more is better"),
+    _column("accuracy", pa.float64(), "the metric over all answers, aggregated as the task says"),
+    _column("accuracy_low", pa.float64(), "lower end of its 95 % interval: bootstrap over prompts", True),
+    _column("accuracy_high", pa.float64(), "upper end", True),
+    _column("scored", pa.int64(), "answers scored"),
+    _column(
+        "accuracy_retention",
+        pa.float64(),
+        "accuracy / the same under template/regular, over the prompts scored under both; null under the clean one",
+        True,
+    ),
+    _column("accuracy_retention_low", pa.float64(), "lower end of its 95 % interval, paired by prompt", True),
+    _column("accuracy_retention_high", pa.float64(), "upper end", True),
+)
+
+SCORED: Mapping[str, tuple[Column, ...]] = {"scores": SCORES, "accuracy": ACCURACY}
+"""One file each, written when a run is scored: ``scores.parquet`` and ``accuracy.parquet``."""
+
 TABLES: Mapping[str, tuple[Column, ...]] = {"rounds": ROUNDS, "answers": ANSWERS, "items": ITEMS}
 
 ACCEPTANCE_DOCS: Mapping[str, str] = {
@@ -196,6 +235,8 @@ ACCEPTANCE_DOCS: Mapping[str, str] = {
     "retention_detectable": "smallest change of retention that these prompts show with probability 0.8",
     "c_i_low": "lower end of the 95 % interval of c_i",
     "c_i_high": "upper end",
+    "accuracy": "score of the same answers, where the run was scored: accuracy.parquet's primary metric",
+    "accuracy_retention": "accuracy under the condition / under template/regular, over the prompts of both",
 }
 """What the columns of ``acceptance.parquet`` mean, its keys aside."""
 
@@ -204,9 +245,9 @@ def arrow_schema(table: str) -> Any:
     """Return the Arrow schema of one table, with the docs in the fields and the version in the metadata.
 
     Args:
-        table: ``rounds``, ``answers`` or ``items``.
+        table: ``rounds``, ``answers``, ``items``, ``scores`` or ``accuracy``.
     """
-    columns = TABLES[table]
+    columns = {**TABLES, **SCORED}[table]
     fields = [pa.field(c.name, c.type, nullable=c.nullable, metadata={"doc": c.doc}) for c in columns]
     metadata = {
         _VERSION_KEY: str(SCHEMA_VERSION).encode(),
@@ -277,6 +318,11 @@ def schema_text() -> str:
             kind = _type_name(c.type) + (", may be null" if c.nullable else "")
             lines.append(f"  {c.name:<17} {kind}")
             lines.append(f"  {'':<17} {c.doc}")
+    for table, columns in SCORED.items():
+        lines += ["", f"{table}.parquet (runs with --score)"]
+        for c in columns:
+            kind = _type_name(c.type) + (", may be null" if c.nullable else "")
+            lines += [f"  {c.name:<17} {kind}", f"  {'':<17} {c.doc}"]
     lines += ["", "acceptance.parquet (derived; also holds the keys of its rows)"]
     for column, doc in ACCEPTANCE_DOCS.items():
         lines += [f"  {column}", f"  {'':<17} {doc}"]

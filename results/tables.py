@@ -26,6 +26,11 @@ from specbench.results.text import Sheet, csv_text, json_text, plain, wrap
 if TYPE_CHECKING:
     from rich.text import Text
 
+ACCURACY_LEGEND = (
+    " accuracy (score) = the answers' own score, which no lossless drafter changes; accuracy_retention (held) = "
+    "accuracy relative to template/regular."
+)
+
 LEGEND = (
     "accepted_per_round (acc/r) = draft tokens accepted per round, the target's own token not counted. "
     "tokens_per_round (tok/r) = accepted_per_round + 1, which other tools print as acceptance length. "
@@ -58,6 +63,7 @@ class _Section:
     rows: tuple[dict[str, Any], ...]
     depth: int
     intervals: bool
+    accuracy: bool = False
 
 
 def sections(table: Any) -> list[_Section]:
@@ -86,9 +92,21 @@ def sections(table: Any) -> list[_Section]:
         depth = max((i for r in own for i in _steps(table) if r[f"c_{i}"] is not None), default=0)
         intervals = "accepted_low" in table.column_names
         result.append(
-            _Section(title=title, keys=tuple(order), rows=tuple(own), depth=depth, intervals=intervals)
+            _Section(
+                title=title,
+                keys=tuple(order),
+                rows=tuple(own),
+                depth=depth,
+                intervals=intervals,
+                accuracy=any(r.get("accuracy") is not None for r in own),
+            )
         )
     return result
+
+
+def legend(table: Any) -> str:
+    """Return the legend of a table's columns."""
+    return LEGEND + (ACCURACY_LEGEND if "accuracy" in table.column_names else "")
 
 
 def rich_tables(table: Any, width: int = 120) -> list[Text]:
@@ -147,18 +165,24 @@ def _fit(section: _Section, width: int) -> _Layout:
     most = {
         narrow: {
             n: max(len(_cell(r, n, narrow)) for r in section.rows)
-            for n, _ in _measures(section.depth, section.intervals)
+            for n, _ in _measures(section.depth, section.intervals, section.accuracy)
         }
         for narrow in (False, True)
     }
     for intervals in (True, False) if section.intervals else (False,):
-        full = tuple((n, n, max(len(n), most[False][n])) for n, _ in _measures(section.depth, intervals))
+        full = tuple(
+            (n, n, max(len(n), most[False][n]))
+            for n, _ in _measures(section.depth, intervals, section.accuracy)
+        )
         if wanted + sum(w + 2 for *_, w in full) <= width:
             return _Layout(label=wanted, measures=full, narrow=False)
     # Steps come before intervals where both do not fit.
     choices = [(section.depth, True)] if section.intervals else []
     for shown, intervals in [*choices, *((s, False) for s in range(section.depth, -1, -1))]:
-        short = tuple((n, head, max(len(head), most[True][n])) for n, head in _measures(shown, intervals))
+        short = tuple(
+            (n, head, max(len(head), most[True][n]))
+            for n, head in _measures(shown, intervals, section.accuracy)
+        )
         room = width - sum(w + 1 for *_, w in short)
         if room >= min(wanted, 17):
             break
@@ -191,7 +215,7 @@ def _steps(table: Any) -> list[int]:
     return [int(c[2:]) for c in table.column_names if c.startswith("c_") and c[2:].isdigit()]
 
 
-def _measures(depth: int, intervals: bool = False) -> list[tuple[str, str]]:
+def _measures(depth: int, intervals: bool = False, accuracy: bool = False) -> list[tuple[str, str]]:
     """Return (full header, short header) of the numeric columns."""
     return [
         ("accepted_per_round", "acc/r"),
@@ -199,6 +223,7 @@ def _measures(depth: int, intervals: bool = False) -> list[tuple[str, str]]:
         ("tokens_per_round", "tok/r"),
         ("retention", "kept"),
         *([("retention 95 %", "kept 95 %")] if intervals else []),
+        *([("accuracy", "score"), ("accuracy_retention", "held")] if accuracy else []),
         *((f"c_{i}", f"c{i}") for i in range(1, depth + 1)),
         ("rounds", "rounds"),
         ("prompts", "#pr"),
@@ -223,12 +248,14 @@ def _number(value: float | None, name: str, narrow: bool = False) -> str:
         return f"{value:.0f}"
     if name.startswith("c_") and narrow:
         return f"{value:.2f}".removeprefix("0") if value < 0.995 else "1.0"
-    thousandths = name.startswith("c_") or (name == "retention" and not narrow)
+    thousandths = name.startswith("c_") or (
+        name in ("retention", "accuracy_retention", "accuracy") and not narrow
+    )
     return f"{value:.3f}" if thousandths else f"{value:.2f}"
 
 
 def _sheet(section: _Section) -> Sheet:
-    measures = [name for name, _ in _measures(section.depth, section.intervals)]
+    measures = [name for name, _ in _measures(section.depth, section.intervals, section.accuracy)]
     return Sheet(
         title=section.title,
         headers=(*section.keys, *measures),
@@ -241,7 +268,7 @@ def _sheet(section: _Section) -> Sheet:
 
 
 def _markdown(table: Any) -> str:
-    return "\n".join([*(_sheet(s).markdown() for s in sections(table)), LEGEND, ""])
+    return "\n".join([*(_sheet(s).markdown() for s in sections(table)), legend(table), ""])
 
 
 def _csv(table: Any) -> str:
@@ -249,8 +276,8 @@ def _csv(table: Any) -> str:
 
 
 def _json(table: Any) -> str:
-    return json_text({"legend": LEGEND, "rows": table.to_pylist()})
+    return json_text({"legend": legend(table), "rows": table.to_pylist()})
 
 
 def _html(table: Any) -> str:
-    return "".join([*(_sheet(s).html() for s in sections(table)), f"<p>{html.escape(LEGEND)}</p>\n"])
+    return "".join([*(_sheet(s).html() for s in sections(table)), f"<p>{html.escape(legend(table))}</p>\n"])

@@ -136,7 +136,8 @@ class Answerer:
         assert answer_ids, "an answer has at least one token"
         ids = [*prompt.token_ids, *answer_ids]
         first = len(prompt.token_ids) - 1
-        if len(ids) > self.target.info.max_positions:
+        # the last token is scored and never fed
+        if len(ids) - 1 > self.target.info.max_positions:
             raise UserError(
                 f"prompt {prompt.prompt_id} under {prompt.condition.id} and its answer have {len(ids)} tokens, but the "
                 f"target has {self.target.info.max_positions} positions"

@@ -95,6 +95,8 @@ class RunReport:
     """"prompt id[, turn n], condition[, forced][, drafter]" -> reason."""
     resumed: int = 0
     """Answers that were there already."""
+    refused: tuple[str, ...] = ()
+    """One sentence for each lm-eval task that could not be run, and each suite that could not be scored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +285,7 @@ class Pipeline:
         self.store = store
         self.observer = observer
         self.kept = kept
-        self.report = RunReport(out=store.path, run_id=config.identity())
+        self.report = RunReport(out=store.path, run_id=config.identity(), refused=plan.refused)
         self._stateful = [name for name in drafters if name not in without_states(drafters)]
         self._finished = store.finished_keys()
         self._answers: dict[AnswerKey, _Stored] = {
@@ -321,7 +323,21 @@ class Pipeline:
             self._run(list(self._work(turn, "free", noisy)))
             if self.config.answer_path != "free":
                 self._run(list(self._work(turn, "forced", changed)))
+        self._say_unstopped()
         return self.report
+
+    def _say_unstopped(self) -> None:
+        """Say where the strings that should end an answer never came: the score then is that of a cut text."""
+        for suite, strings in {p.suite: p.stop_strings for p in self.plan.prompts if p.stop_strings}.items():
+            ids = {p.id for p in self.plan.prompts if p.suite == suite}
+            ends = [answer.finish for key, answer in self._answers.items() if key.prompt_id in ids]
+            cut = ends.count("length")
+            if cut:
+                shown = ", ".join(map(repr, strings[:3])) + (", ..." if len(strings) > 3 else "")
+                self.observer.note(
+                    f"{suite}: {cut} of {len(ends)} answers met neither a stop token nor {shown} and were cut by their "
+                    "limit; raise max_gen_toks in the task, or --max-new-tokens where it names none"
+                )
 
     def _work(self, turn: int, path: AnswerPath, conditions: Sequence[Condition]) -> Iterator[Work]:
         for condition in conditions:
@@ -641,6 +657,12 @@ def run(
         observer.started(target.info, infos, pipeline.answers, pipeline.resumed)
         with packed.kept_open(kept, plan):
             report = pipeline.execute()
+        if config.score:
+            from specbench.runners.scoring import score_run
+
+            observer.note("scoring the answers")
+            unscored = score_run(directory.store, plan.prompts, tokenizer, config, observer.note)
+            report.refused = (*report.refused, *unscored)
         if config.throughput:
             from specbench.runners.throughput import measure_run
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from specbench.benchmarks.lm_eval_tasks import PREFIX
 from specbench.benchmarks.resolve import load_suite
 from specbench.config import RunConfig
 from specbench.errors import UserError
@@ -44,6 +45,8 @@ class Plan:
     max_answer_tokens: int
     details: Mapping[str, str] = field(default_factory=dict)
     """Lines of the printed plan that replace the usual ones of that label, or follow them; "" drops a line."""
+    refused: tuple[str, ...] = ()
+    """One sentence for each lm-eval task that cannot be run; the others are."""
 
     @property
     def prompts_hash(self) -> str:
@@ -77,8 +80,13 @@ def data_directory(config: RunConfig) -> Path | None:
     return path
 
 
-def load_prompts(config: RunConfig, chat: ChatTokenizer) -> list[Prompt]:
+def load_prompts(config: RunConfig, chat: ChatTokenizer, refused: list[str] | None = None) -> list[Prompt]:
     """Load all suites of a run.
+
+    Args:
+        config: names them.
+        chat: the target's tokenizer.
+        refused: gets a sentence for each lm-eval task that cannot be had while another suite can; None: they raise.
 
     Raises:
         UserError: an unknown suite, a missing or malformed file, or two prompts of one id.
@@ -93,8 +101,19 @@ def load_prompts(config: RunConfig, chat: ChatTokenizer) -> list[Prompt]:
         lengths=config.lengths,
         text_file=Path(config.longctx_text).expanduser() if config.longctx_text else None,
         count_tokens=lambda prompt: len(clean.render(prompt, 0, (), chat, config.seed).token_ids),
+        num_fewshot=config.num_fewshot,
     )
-    prompts = [prompt for name in config.suite for prompt in load_suite(name).load(request)]
+    prompts: list[Prompt] = []
+    for name in config.suite:
+        try:
+            prompts += load_suite(name).load(request)
+        except UserError as error:
+            # tasks depend on the hub, other people's code and other packages: one that fails leaves the others be
+            if refused is None or not name.startswith(PREFIX) or len(config.suite) == 1:
+                raise
+            refused.append(str(error))
+    if not prompts and refused:
+        raise UserError("; ".join(refused))
     seen: set[str] = set()
     for prompt in prompts:
         if prompt.id in seen:
@@ -133,9 +152,15 @@ def is_unchanged(rendered: RenderedPrompt) -> bool:
 def render_turn(
     condition: Condition, prompt: Prompt, turn: int, answers: Sequence[str], chat: ChatTokenizer, seed: int
 ) -> RenderedPrompt:
-    """Render one turn, the prompt's own answer limit kept."""
+    """Render one turn, the prompt's own answer limit and note kept."""
     rendered = condition.render(prompt, turn, answers, chat, seed)
-    return replace(rendered, max_new_tokens=prompt.max_new_tokens)
+    note = prompt.meta.get("note")
+    return replace(
+        rendered,
+        max_new_tokens=prompt.max_new_tokens,
+        stop_strings=prompt.stop_strings,
+        notes=(*rendered.notes, note) if note else rendered.notes,
+    )
 
 
 def make_plan(config: RunConfig, chat: ChatTokenizer, target_limit: int) -> Plan:
@@ -149,7 +174,8 @@ def make_plan(config: RunConfig, chat: ChatTokenizer, target_limit: int) -> Plan
     Raises:
         UserError: see :func:`load_prompts`; or a prompt that the target has no room for.
     """
-    prompts = load_prompts(config, chat)
+    refused: list[str] = []
+    prompts = load_prompts(config, chat, refused)
     conditions, skipped = usable_conditions(resolve_conditions(config.perturb, config.severity), chat)
     rendered = [
         render_turn(condition, prompt, 0, (), chat, config.seed)
@@ -157,13 +183,11 @@ def make_plan(config: RunConfig, chat: ChatTokenizer, target_limit: int) -> Plan
         for prompt in prompts
     ]
     kept = [r for r in rendered if not is_unchanged(r)]
+    prompts, kept = _without_long_tasks(prompts, kept, target_limit, refused)
     _check_lengths(kept, target_limit)
     turns = {prompt.id: len(prompt.turns) for prompt in prompts}
-    free = sum(turns[r.prompt_id] for r in kept)
-    forced = sum(turns[r.prompt_id] for r in kept if r.condition.id != CLEAN)
-    answers = {"free": free, "forced": forced + sum(turns.values()), "both": free + forced}[
-        config.answer_path
-    ]
+    answers = _total(turns, kept, config)
+    limits = {p.id: len(p.turns) * (p.max_new_tokens or config.max_new_tokens) for p in prompts}
     return Plan(
         prompts=tuple(prompts),
         conditions=tuple(conditions),
@@ -172,8 +196,40 @@ def make_plan(config: RunConfig, chat: ChatTokenizer, target_limit: int) -> Plan
         unchanged=len(rendered) - len(kept),
         answers=answers,
         prompt_tokens=sum(len(r.token_ids) for r in kept),
-        max_answer_tokens=answers * config.max_new_tokens,
+        max_answer_tokens=_total(limits, kept, config),
+        refused=tuple(refused),
     )
+
+
+def _total(each: Mapping[str, int], kept: Sequence[RenderedPrompt], config: RunConfig) -> int:
+    """Add up ``each`` prompt's number over all conditions and answer paths."""
+    free = sum(each[r.prompt_id] for r in kept)
+    forced = sum(each[r.prompt_id] for r in kept if r.condition.id != CLEAN)
+    return {"free": free, "forced": forced + sum(each.values()), "both": free + forced}[config.answer_path]
+
+
+def _without_long_tasks(
+    prompts: list[Prompt], rendered: list[RenderedPrompt], limit: int, refused: list[str]
+) -> tuple[list[Prompt], list[RenderedPrompt]]:
+    """Leave out lm-eval tasks whose prompts, few-shot examples included, fill the target's positions.
+
+    Raises:
+        UserError: no other suite is left.
+    """
+    long: dict[str, int] = {}
+    for r in rendered:
+        if r.suite.startswith(PREFIX) and len(r.token_ids) >= limit:
+            long[r.suite] = max(long.get(r.suite, 0), len(r.token_ids))
+    for suite, length in long.items():
+        shots = next(p.meta.get("num_fewshot", "0") for p in prompts if p.suite == suite)
+        refused.append(
+            f"{suite}: with {shots} few-shot examples its longest prompt has {length} tokens, but the target has "
+            f"{limit} positions; give a smaller --num-fewshot"
+        )
+    left = [p for p in prompts if p.suite not in long]
+    if not left:
+        raise UserError("; ".join(refused))
+    return left, [r for r in rendered if r.suite not in long]
 
 
 def _check_lengths(rendered: Iterable[RenderedPrompt], limit: int) -> None:

@@ -17,9 +17,9 @@ from specbench.errors import UserError, unknown_name
 ANSWER_PATHS = ("free", "forced", "both")
 SAMPLERS = ("greedy", "match", "rejection")
 # How fast or where a run happens, and what is kept of it, does not change what it measures.
-_NOT_IDENTITY = ("out", "device", "batch_size", "keep_traces", "throughput")
+_NOT_IDENTITY = ("out", "device", "batch_size", "keep_traces", "throughput", "score", "run_generated_code")
 # Count only where they are set, so that runs from before they existed keep their identity.
-_IDENTITY_IF_SET = ("engine", "url")
+_IDENTITY_IF_SET = ("engine", "url", "num_fewshot")
 
 TARGET_OPTIONS = (
     "suite",
@@ -39,6 +39,7 @@ TARGET_OPTIONS = (
     "longctx_text",
     "template",
     "trust_remote_code",
+    "num_fewshot",
 )
 """What the target's answers depend on, whatever drafter is scored on them."""
 
@@ -84,6 +85,12 @@ class RunConfig:
     throughput: tuple[int, ...] = ()
     """Numbers of users for which tokens/s are measured once the rounds are there (vllm)."""
     trust_remote_code: bool = False
+    num_fewshot: int | None = None
+    """Solved examples before each question of an lm-eval task; None: the task's own number."""
+    score: bool = False
+    """Score the answers, where the suite has a scorer."""
+    run_generated_code: bool = False
+    """Let scoring execute what the target wrote."""
     out: str = "runs/latest"
 
     def __post_init__(self) -> None:
@@ -96,6 +103,14 @@ class RunConfig:
             raise UserError("--depth must be 1 or more: it is the number of draft tokens proposed in a round")
         if self.limit is not None and self.limit < 1:
             raise UserError("--limit must be 1 or more prompts")
+        if self.num_fewshot is not None and self.num_fewshot < 0:
+            raise UserError("--num-fewshot must be 0 or more solved examples")
+        if self.run_generated_code and not self.score:
+            raise UserError("--run-generated-code is for scoring: add --score")
+        if self.score and self.traces is not None:
+            raise UserError(
+                "--score needs the prompts' own references, which a trace pack does not hold: leave it out"
+            )
         if self.max_new_tokens < 2:
             raise UserError(
                 "--max-new-tokens must be 2 or more: the first token comes from the prefill, without a round"
@@ -168,7 +183,7 @@ class RunConfig:
         settled = {
             k: v
             for k, v in asdict(self).items()
-            if k not in _NOT_IDENTITY and (v or k not in _IDENTITY_IF_SET)
+            if k not in _NOT_IDENTITY and (v not in (None, ()) or k not in _IDENTITY_IF_SET)
         }
         return hashlib.sha256(json.dumps(settled, sort_keys=True).encode()).hexdigest()[:16]
 

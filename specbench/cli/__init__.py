@@ -38,6 +38,10 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "See why drafters lose the prompt: sizes, attention, depth, noise, windows.",
     ),
     "agree": ("specbench.cli.agree:agree", "Compare runners round by round: replay, decode, vLLM."),
+    "lm-eval": (
+        "specbench.cli.lm_eval:lm_eval",
+        "Run lm-eval with specbench as its model: its metrics, acceptance beside them.",
+    ),
     "trace": (
         "specbench.cli.trace:trace",
         "Keep a target's answers and states, to score drafters elsewhere.",

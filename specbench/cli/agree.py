@@ -81,6 +81,8 @@ def _run(config: Any, runners: tuple[str, ...], url: str | None) -> list[Pair]:
         config.target, device=config.device, dtype=config.dtype, trust_remote_code=config.trust_remote_code
     )
     plan = make_plan(config, load_chat(target.tokenizer, config), target.info.max_positions)
+    for sentence in plan.refused:
+        click.echo(f"left out: {sentence}", err=True)
     weights = target.weights()
     drafters = {spec.text: load_drafter(spec, weights) for spec in specs}
     settings = run_settings(config)

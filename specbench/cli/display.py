@@ -78,6 +78,9 @@ class Display(Observer):
                 f"left out: {plan.unchanged} prompts that their condition leaves as they are", style="yellow"
             )
 
+        for sentence in plan.refused:
+            self.console.print(f"refused: {sentence}", style="red", markup=False, highlight=False)
+
     def note(self, text: str) -> None:
         """Print one line."""
         self.console.print(f"note: {text}", style="yellow", markup=False)

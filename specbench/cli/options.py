@@ -87,7 +87,7 @@ prompt_options = together(
         callback=names,
         default="mini",
         show_default=True,
-        help="Prompt sets, comma-separated: names from `specbench list suites` or your own .jsonl files.",
+        help="Prompt sets, comma-separated: names from `specbench list suites`, your own .jsonl files, or tasks of lm-eval: lm-eval:NAME, lm-eval:FILE.yaml.",
     ),
     click.option(
         "--perturb",
@@ -100,6 +100,11 @@ prompt_options = together(
         "--severity", type=int, help="Leave out conditions of families above this severity (1 to 3)."
     ),
     click.option("--limit", type=int, help="At most this many prompts per suite."),
+    click.option(
+        "--num-fewshot",
+        type=int,
+        help="Solved examples before each question of an lm-eval task; default: the task's own number.",
+    ),
     click.option(
         "--lengths",
         callback=numbers,

@@ -112,7 +112,7 @@ def _group(by: tuple[str, ...], pool: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _tables(table: Any, form: str) -> str:
-    from specbench.results.tables import LEGEND, render, rich_tables
+    from specbench.results.tables import legend, render, rich_tables
 
     if form != "text":
         return render(table, form)
@@ -122,7 +122,7 @@ def _tables(table: Any, form: str) -> str:
     with console.capture() as captured:
         for block in rich_tables(table, width=console.width):
             console.print(block, soft_wrap=True)
-        console.print(LEGEND, style="dim")
+        console.print(legend(table), style="dim")
     return captured.get()
 
 

@@ -66,6 +66,16 @@ if TYPE_CHECKING:
     "--full-chains", is_flag=True, help="Run every chain to its full depth: forced-chain accuracy per step."
 )
 @click.option(
+    "--score",
+    is_flag=True,
+    help="Score the answers where the suite has a scorer (gsm8k, math500, humaneval, mbpp, tasks of lm-eval): accuracy beside acceptance.",
+)
+@click.option(
+    "--run-generated-code",
+    is_flag=True,
+    help="Let --score execute code that the target wrote, in a process of its own with limits of time, memory and network.",
+)
+@click.option(
     "--out",
     default="runs/latest",
     show_default=True,
@@ -107,13 +117,15 @@ def run(ctx: click.Context, /, config_file: str | None, dry_run: bool, **options
     if report is None:
         return 0
     _print_results(report.out)
+    for sentence in report.refused:
+        click.echo(f"specbench: {sentence}", err=True)
     if report.failures:
         click.echo(f"{len(report.failures)} of the answers or scores failed:", err=True)
         for where, reason in list(report.failures.items())[:10]:
             click.echo(f"  {where}: {reason}", err=True)
         click.echo("the same command tries them again", err=True)
         return 1
-    return 0
+    return 2 if report.refused else 0
 
 
 def _configuration(ctx: click.Context, config_file: str | None, options: dict[str, Any]) -> RunConfig:
@@ -167,7 +179,7 @@ def _print_results(out: Path) -> None:
     from specbench.results.plots import plot_run
     from specbench.results.robustness import render, robustness
     from specbench.results.store import RunStore
-    from specbench.results.tables import LEGEND, rich_tables
+    from specbench.results.tables import legend, rich_tables
     from specbench.results.verdict import verdicts
 
     with RunStore(out, readonly=True) as store:
@@ -180,7 +192,7 @@ def _print_results(out: Path) -> None:
     for block in rich_tables(table, width=console.width):
         console.print(block, soft_wrap=True)
         console.print()
-    console.print(LEGEND, style="dim")
+    console.print(legend(table), style="dim")
     scores = robustness(out)
     if scores:
         console.print()
