@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +44,14 @@ def engine_spec(drafter: Drafter, target: TargetWeights, cache: Path) -> EngineS
         UserError: vLLM cannot express the drafter; the sentence names the switch.
     """
     kind = drafter.info.kind
-    make = {"ngram": _ngram, "draft-lm": _draft_lm, "eagle3": _eagle3}.get(kind)
+    make = {"ngram": _ngram, "draft-lm": _draft_lm, "eagle3": _eagle3, "dflash": _dflash}.get(kind)
     if make is None:
-        raise UserError(
-            f"drafter {drafter.info.name!r}: there is no way to hand one of kind {kind!r} to vLLM; "
-            "use --runner replay or decode"
+        why = (
+            "vLLM reads MTP heads from the target's own files only"
+            if kind == "mtp"
+            else f"there is no way to hand one of kind {kind!r} to vLLM"
         )
+        raise UserError(f"drafter {drafter.info.name!r}: {why}; use --runner replay or decode")
     try:
         return make(drafter, target, cache)
     except UserError as error:
@@ -76,6 +78,49 @@ def _eagle3(drafter: Any, target: TargetWeights, cache: Path) -> EngineSpec:
         cache, drafter.info.fingerprint, lambda path: export_model(drafter.model, "vllm", path, target)
     )
     return EngineSpec(method="eagle3", config={"method": "eagle3", "model": str(where)})
+
+
+def _dflash(drafter: Any, target: TargetWeights, cache: Path) -> EngineSpec:
+    from specbench.drafters.checkpoints.dflash import save_dflash
+    from specbench.drafters.dflash import DFlashModel
+
+    def write(path: Path) -> None:
+        model = drafter.model
+        if model.config.context_norm != "own":
+            # what the engine does by itself is in no file
+            model = DFlashModel(replace(model.config, context_norm="own"), target, model.target_ids.cpu())
+            model.load_state_dict(drafter.model.state_dict())
+        save_dflash(model, path, "dflash", target)
+
+    where = _kept(cache, drafter.info.fingerprint, write)
+    return EngineSpec(method="dflash", config={"method": "dflash", "model": str(where)})
+
+
+def check_block(drafter: Any, depth: int, known_defects: Collection[str]) -> None:
+    """Refuse a DFlash drafter that vLLM would run otherwise than it is declared.
+
+    Args:
+        drafter: any; others pass.
+        depth: k.
+        known_defects: of the engine, by name.
+
+    Raises:
+        UserError: vLLM's blocks would be of another size, or the drafter models a defect that the engine has not.
+    """
+    if drafter.info.kind != "dflash":
+        return
+    config = drafter.model.config
+    causal = all(config.is_causal(i) for i in range(config.num_layers))
+    if config.block_size != depth + 1 and not causal:
+        raise UserError(
+            f"drafter {drafter.info.name!r} has blocks of {config.block_size} positions, vLLM runs depth + 1 = "
+            f"{depth + 1}; give --depth {config.block_size - 1}, or the drafter @block={depth + 1}"
+        )
+    if config.context_norm != "own" and "dflash-k-norm" not in known_defects:
+        raise UserError(
+            f"drafter {drafter.info.name!r}: this engine norms context keys as the checkpoint says; leave "
+            "context_norm=layer0 out"
+        )
 
 
 def _kept(cache: Path, fingerprint: str, write: Any) -> Path:

@@ -202,22 +202,43 @@ class Judge:
         depth: int,
     ) -> tuple[Kind, str] | None:
         """The mistake that gives the other runner's counts, or None."""
-        if drafter.info.kind != "eagle3":
+        if drafter.info.kind not in ("eagle3", "dflash"):
             return None
         asked: Any = drafter
         declared = self._share(asked, traces, other, drafter.info.name, depth)
         best: list[tuple[float, Mistake]] = []
-        for mistake in mistakes(asked.model.config, self.target.info.num_layers):
-            try:
-                changed = mistaken(asked, mistake, self.weights)
-            except UserError:  # the combination does not exist
-                continue
+        for mistake, changed in self._mistaken(asked):
             best.append((self._share(changed, traces, other, drafter.info.name, depth), mistake))
         top = max((share for share, _mistake in best), default=0.0)
         if top < _ENOUGH or top <= declared:
             return None
         same = [mistake for share, mistake in best if share == top]
         return same[0].kind, f"{drafter.info.name} run with " + " or ".join(m.text for m in same)
+
+    def _mistaken(self, drafter: Any) -> Iterator[tuple[Mistake, Any]]:
+        """Every mistake that the drafter's kind allows, and the drafter run with it."""
+        if drafter.info.kind == "dflash":
+            from specbench.drafters.dflash import DFlashModel
+            from specbench.drafters.dflash_drafter import DFlashDrafter
+
+            model = drafter.model
+            whose, norm = (
+                ("layer 0's", "layer0") if model.config.context_norm == "own" else ("their own", "own")
+            )
+            config = replace(model.config, context_norm=norm)
+            changed = DFlashModel(config, self.weights, model.target_ids.cpu())
+            changed.load_state_dict(model.state_dict())
+            text = f"context keys of every layer normed by {whose} k_norm"
+            yield (
+                Mistake(kind="norm flags", text=text, changes={"context_norm": norm}),
+                DFlashDrafter(changed, self.target.info, drafter.info.name),
+            )
+            return
+        for mistake in mistakes(drafter.model.config, self.target.info.num_layers):
+            try:
+                yield mistake, mistaken(drafter, mistake, self.weights)
+            except UserError:  # the combination does not exist
+                continue
 
     def _share(
         self,

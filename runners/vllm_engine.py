@@ -20,7 +20,7 @@ from specbench.errors import UserError, unknown_name
 from specbench.runners import engine_defects
 from specbench.runners.answers import answer_limit, kv_bytes_per_token
 from specbench.runners.engine_rounds import records_from_counters, rounds_from_steps
-from specbench.runners.engine_spec import EngineSpec, engine_spec
+from specbench.runners.engine_spec import EngineSpec, check_block, engine_spec
 from specbench.runners.pace import Pace
 from specbench.runners.runner import Outcome, RunSettings, Work, answer_facts
 from specbench.runners.sampling import stream
@@ -185,7 +185,7 @@ class VllmRunner:
         speculative = None
         if drafter is not None:
             spec = engine_spec(drafter, self.target.weights(), cache_dir() / "engines")
-            speculative = self._speculative(spec, depth)
+            speculative = self._speculative(drafter, spec, depth)
         return self._start(self._engine_options(speculative, length, users), self._defects)
 
     def length(self, prompts: Sequence[RenderedPrompt], depth: int) -> int:
@@ -236,7 +236,7 @@ class VllmRunner:
             begun = time.perf_counter()
             try:
                 spec = engine_spec(drafter, self.target.weights(), cache_dir() / "engines")
-                engine = self._engine((name, depth), self._speculative(spec, depth), everything)
+                engine = self._engine((name, depth), self._speculative(drafter, spec, depth), everything)
                 for answer, item in self._answers(engine, work, on_tokens):
                     self._take(outcomes[item.prompt.key], name, depth, drafter, answer)
             except Exception as error:  # recorded; the other drafters of the run still finish
@@ -337,9 +337,10 @@ class VllmRunner:
             tensor_parallel=int(self.options.get("tensor_parallel", "1")),
         )
 
-    def _speculative(self, spec: EngineSpec, depth: int) -> dict[str, Any]:
+    def _speculative(self, drafter: Drafter, spec: EngineSpec, depth: int) -> dict[str, Any]:
         use = engine_defects.Use(method=spec.method, sampled=not self.settings.sampling.greedy)
         self._defects.update(engine_defects.check(self.version, self._device, use, self._workarounds))
+        check_block(drafter, depth, self._defects)
         config = {**spec.config, "num_speculative_tokens": depth, "rejection_sample_method": "standard"}
         if spec.probabilistic:
             config["draft_sample_method"] = self._draft_sample_method()

@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from specbench.drafters.chains import run_chains
 from specbench.drafters.checkpoints.load import load_checkpoint
 from specbench.drafters.checkpoints.save import export_model
+from specbench.drafters.dflash import DFlashConfig, DFlashModel
+from specbench.drafters.dflash_drafter import DFlashDrafter
 from specbench.drafters.eagle3 import Eagle3Config, Eagle3Model
 from specbench.drafters.eagle3_drafter import Eagle3Drafter
 from specbench.drafters.ngram import NgramDrafter
@@ -172,6 +174,30 @@ def test_a_broken_export_gets_the_right_verdict(
     assert {d.kind for d in wrong} == {kind}
     assert all(text in d.verdict for d in wrong)
     assert all(d.step >= 1 and d.tokens[0] is not None and d.margin is not None for d in wrong)
+
+
+def test_context_keys_with_another_layers_norm_are_named(target: Target) -> None:
+    """What a known engine does to DFlash: the keys of every layer go through layer 0's norm."""
+    weights = target.weights()
+
+    def dflash(norm: Any) -> DFlashDrafter:
+        config = DFlashConfig.for_target(
+            weights.info, taps=(2, 5), num_layers=2, block_size=DEPTH + 1, mask_token_id=3, num_heads=4,
+            num_kv_heads=2, head_dim=8, intermediate_size=24, context_norm=norm,
+        )  # fmt: skip
+        model = DFlashModel(config, weights)
+        model.init_weights(torch.Generator().manual_seed(1), std=0.4)
+        with torch.no_grad():
+            model.layers[1].self_attn.k_norm.weight.mul_(-3.0)  # type: ignore[union-attr, operator]
+        return DFlashDrafter(model.requires_grad_(False), weights.info, "drafter")
+
+    asked = dflash("own")
+    pair = Pair(reference="replay", other="decode", drafter="drafter", k=DEPTH)
+    expected = {o.work.prompt.key: o for o in run(ReplayRunner, target, asked)}
+    found = {o.work.prompt.key: o for o in run(DecodeRunner, target, dflash("layer0"))}
+    compare(pair, expected, found, asked, Judge(target))
+    assert pair.differences and {d.kind for d in pair.differences} == {"norm flags"}
+    assert all("normed by layer 0's k_norm" in d.verdict for d in pair.differences)
 
 
 def test_the_same_drafter_agrees(target: Target, drafter: Eagle3Drafter) -> None:

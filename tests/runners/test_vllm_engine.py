@@ -18,12 +18,15 @@ import pytest
 import torch
 
 import specbench
+from specbench.drafters.checkpoints.dflash import load_dflash
+from specbench.drafters.dflash import DFlashConfig, DFlashModel
+from specbench.drafters.dflash_drafter import DFlashDrafter
 from specbench.drafters.eagle3 import Eagle3Config, Eagle3Model
 from specbench.drafters.eagle3_drafter import Eagle3Drafter
 from specbench.drafters.ngram import NgramDrafter
 from specbench.errors import UserError
 from specbench.runners import engine_defects, vllm_start
-from specbench.runners.engine_spec import engine_spec
+from specbench.runners.engine_spec import check_block, engine_spec
 from specbench.runners.runner import Outcome, RunSettings, Work
 from specbench.runners.targets import Target
 from specbench.runners.vllm_engine import VllmRunner, read_options
@@ -183,6 +186,35 @@ def test_what_vllm_cannot_express_is_refused(
     with pytest.raises(UserError, match=match):
         engine_spec(eagle3(target.weights(), **switches), target.weights(), tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_dflash_is_exported_and_run_as_declared(target: Target, tmp_path: Path) -> None:
+    weights = target.weights()
+
+    def dflash(**switches: Any) -> DFlashDrafter:
+        config = DFlashConfig.for_target(
+            weights.info, taps=(2, 5), num_layers=2, mask_token_id=3, num_heads=4, num_kv_heads=2, head_dim=16,
+            intermediate_size=32, **({"block_size": 5} | switches),
+        )  # fmt: skip
+        model = DFlashModel(config, weights)
+        model.init_weights(torch.Generator().manual_seed(0))
+        return DFlashDrafter(model, weights.info, "mine")
+
+    # what an engine does by itself is in no file, so both come out the same
+    for norm in ("own", "layer0"):
+        spec = engine_spec(dflash(context_norm=norm), weights, tmp_path)
+        assert spec.config["method"] == "dflash"
+        again = load_dflash(spec.config["model"], weights).model
+        assert again.config == dflash().model.config
+        for name, tensor in dflash().model.state_dict().items():
+            assert torch.equal(again.state_dict()[name], tensor)
+    check_block(dflash(), 4, ())
+    check_block(dflash(block_size=8, causal=(True, True)), 4, ())
+    check_block(dflash(context_norm="layer0"), 4, ("dflash-k-norm",))
+    with pytest.raises(UserError, match=r"vLLM runs depth \+ 1 = 4; give --depth 4, or the drafter @block=4"):
+        check_block(dflash(), 3, ())
+    with pytest.raises(UserError, match="leave context_norm=layer0 out"):
+        check_block(dflash(context_norm="layer0"), 4, ())
 
 
 def eagle3(weights: TargetWeights, **switches: Any) -> Eagle3Drafter:

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from specbench.drafters.dflash import DFlashConfig, DFlashModel
+from specbench.drafters.dflash_drafter import DFlashDrafter
 from specbench.drafters.ngram import NgramDrafter
 from specbench.drafters.resolve import load_drafter
 from specbench.runners.cross_check import Pair, cross_check, make_runners
@@ -186,6 +188,27 @@ def test_sampled_answers_follow_the_targets_law(tiny: dict[str, Path]) -> None:
     found = stats.chisquare([*observed, rest[0]], [*expected.values(), rest[1]])
     assert len(expected) > 20
     assert found.pvalue > 1e-3, found
+
+
+@pytest.mark.slow
+def test_dflash_counts_what_replay_counts(tiny: dict[str, Path]) -> None:
+    """A drafter of random weights: with so few tokens it is right now and then. Modelled as this engine runs it."""
+    target = Target.load(str(tiny["target"]), device="cpu", dtype="float32")
+    weights = target.weights()
+    config = DFlashConfig.for_target(
+        weights.info, taps=(1, 2), num_layers=2, block_size=DEPTH + 1, mask_token_id=3, num_heads=2,
+        num_kv_heads=1, head_dim=32, intermediate_size=64, context_norm="layer0",
+    )  # fmt: skip
+    model = DFlashModel(config, weights)
+    model.init_weights(torch.Generator().manual_seed(3), std=0.2)
+    drafter = DFlashDrafter(model.requires_grad_(False), weights.info, "dflash")
+    longer = replace(GREEDY, max_new_tokens=60)
+    asked = [prompt(f"t/{i}", (1, 7 + i, 9, 11 + i)) for i in range(6)]
+    runners = make_runners(("replay", "vllm"), target, longer)
+    (pair,) = cross_check(target, asked, {"dflash": drafter}, longer, runners)
+    assert pair.agrees, (pair.failures, pair.differences)
+    assert pair.agreement.rounds > 100
+    assert 60 * pair.agreement.answers > 1.05 * pair.agreement.rounds, "some drafts must have been right"
 
 
 @pytest.mark.slow
