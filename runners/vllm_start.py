@@ -283,8 +283,8 @@ def _arguments(options: EngineOptions) -> dict[str, Any]:
         arguments["speculative_config"] = dict(options.speculative)
     if options.kv_bytes is not None:
         arguments["kv_cache_memory_bytes"] = options.kv_bytes
-    # older versions keep counters only
-    if _DETAIL in {f.name for f in fields(EngineArgs)}:
+    # older versions keep counters only, and without speculation the option is an error
+    if options.speculative is not None and _DETAIL in {f.name for f in fields(EngineArgs)}:
         arguments.setdefault(_DETAIL, "detailed")
     return arguments
 
@@ -370,6 +370,13 @@ CAUSES: tuple[tuple[str, str], ...] = (
 """A piece of the error, and what it means."""
 
 
+def _telling_line(text: str) -> str:
+    """The last line of a message that says something; pydantic puts a link behind its own, and types into it."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    said = [line for line in lines if not line.startswith("For further information visit")]
+    return said[-1].partition(" [type=")[0] if said else ""
+
+
 def start_failure(name: str, text: str, lines: Sequence[str]) -> UserError:
     """Return the sentence about an engine that did not start.
 
@@ -378,7 +385,7 @@ def start_failure(name: str, text: str, lines: Sequence[str]) -> UserError:
         text: its message.
         lines: what was logged last.
     """
-    last = (text.strip().splitlines() or [""])[-1]
+    last = _telling_line(text)
     cause = next((f"; likely cause: {c}" for piece, c in CAUSES if piece in text), "")
     tail = " | ".join(line for line in lines if line)
     shown = f"; its last lines: {tail}" if tail else ""

@@ -166,7 +166,7 @@ def _print_throughput(out: Path, console: Any) -> None:
 
         console.print()
         console.print(throughput_table(levels), soft_wrap=True)
-        console.print(THROUGHPUT_LEGEND, style="dim")
+        console.print(THROUGHPUT_LEGEND, style="dim", markup=False)
 
 
 def _print_results(out: Path) -> None:

@@ -277,10 +277,24 @@ def test_without_vllm_there_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> 
         engine_version()
 
 
+@pytest.mark.vllm
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.parametrize("speculative", [None, {"method": "ngram", "num_speculative_tokens": 3}])
+def test_detail_is_asked_for_where_there_is_speculation(speculative: dict[str, Any] | None) -> None:
+    """vLLM refuses the option otherwise."""
+    made = vllm_start._arguments(replace(OPTIONS, speculative=speculative))
+    assert ("per_request_spec_decode_metrics" in made) == (speculative is not None)
+
+
 def test_a_failed_start_names_the_likely_cause() -> None:
     text = "operator torchvision::nms does not exist"
     assert "pip uninstall torchvision" in str(start_failure("RuntimeError", text, ["loading", ""]))
     assert "likely cause" not in str(start_failure("RuntimeError", "something else", []))
+    pydantic = (
+        "1 validation error for VllmConfig\n  Value error, too long [type=value_error, input_value=7]\n"
+        "    For further information visit https://errors.pydantic.dev/2.14/v/value_error"
+    )
+    assert "(ValidationError: Value error, too long)" in str(start_failure("ValidationError", pydantic, []))
 
 
 class Counting:
