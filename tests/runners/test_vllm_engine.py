@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import make_dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -277,13 +277,19 @@ def test_without_vllm_there_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> 
         engine_version()
 
 
-@pytest.mark.vllm
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("speculative", [None, {"method": "ngram", "num_speculative_tokens": 3}])
-def test_detail_is_asked_for_where_there_is_speculation(speculative: dict[str, Any] | None) -> None:
-    """vLLM refuses the option otherwise."""
+def test_detail_is_asked_for_where_there_is_speculation_and_an_option(
+    speculative: dict[str, Any] | None, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM refuses the option without speculation; older versions do not have it."""
+    names = ["model", *(["per_request_spec_decode_metrics"] if known else [])]
+    module = SimpleNamespace(EngineArgs=make_dataclass("EngineArgs", names))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "vllm.engine", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "vllm.engine.arg_utils", module)
     made = vllm_start._arguments(replace(OPTIONS, speculative=speculative))
-    assert ("per_request_spec_decode_metrics" in made) == (speculative is not None)
+    assert ("per_request_spec_decode_metrics" in made) == (known and speculative is not None)
 
 
 def test_a_failed_start_names_the_likely_cause() -> None:
