@@ -18,7 +18,7 @@ from specbench.drafters.kernels import ahead
 def measure(job: tuple[int, int, tuple[int, ...], tuple[str, ...]]) -> tuple[ahead.Resources, float]:
     """Compile one variant, named by its number: compiled functions cannot be sent to another process."""
     number, architecture, dims, dtypes = job
-    variant = list(ahead.variants(dims, tuple(getattr(torch, d) for d in dtypes)))[number]
+    variant = list(ahead.variants(dims, tuple(getattr(torch, d) for d in dtypes), architecture))[number]
     start = time.perf_counter()
     return ahead.compile_variant(variant, architecture), time.perf_counter() - start
 
@@ -33,8 +33,10 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2)
     args = parser.parse_args()
     dims, dtypes = tuple(args.dims), tuple(args.dtypes)
-    variants = list(ahead.variants(dims, tuple(getattr(torch, d) for d in dtypes)))
-    jobs = [(i, a, dims, dtypes) for i, v in enumerate(variants) if args.only in v.name for a in args.arch]
+    torch_dtypes = tuple(getattr(torch, d) for d in dtypes)
+    by_arch = {a: list(ahead.variants(dims, torch_dtypes, a)) for a in args.arch}
+    names = [v.name for v in by_arch[args.arch[0]]]
+    jobs = [(i, a, dims, dtypes) for i, name in enumerate(names) if args.only in name for a in args.arch]
     print(
         "| kernel | D | dtype | tile | warps | stages | arch | registers | shared KiB | spill B | matrix | s |"
     )
@@ -42,7 +44,7 @@ def main() -> int:
     bad = 0
     with ProcessPoolExecutor(args.jobs) as pool:
         for (number, arch, _, _), (found, seconds) in zip(jobs, pool.map(measure, jobs), strict=True):
-            variant = variants[number]
+            variant = by_arch[arch][number]
             tile = "x".join(
                 str(variant.constants[n]) for n in ("BLOCK_M", "BLOCK_N") if n in variant.constants
             )

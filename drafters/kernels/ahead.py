@@ -62,16 +62,17 @@ class Resources:
 def variants(
     dims: tuple[int, ...] = (64, 96, 128, 192, 256),
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32),
+    architecture: int = 90,
 ) -> Iterator[Variant]:
-    """Yield every kernel as chain, block and decode attention launch it."""
+    """Yield every kernel as chain, block and decode attention launch it on one architecture."""
     for dim in dims:
         for dtype in dtypes:
-            yield from _prefix_variants(dim, dtype)
+            yield from _prefix_variants(dim, dtype, architecture)
             yield from _decode_variants(dim, dtype)
     yield from _plan_variants()
 
 
-def _prefix_variants(dim: int, dtype: torch.dtype) -> Iterator[Variant]:
+def _prefix_variants(dim: int, dtype: torch.dtype, architecture: int) -> Iterator[Variant]:
     shape = {"G": 4, "HKV": 8, "D": dim, "BLOCK_D": triton.next_power_of_2(dim)}
     precision = launch.precision(dtype)
     for op, num_queries in (("chain", 1), ("block", 16)):
@@ -88,7 +89,7 @@ def _prefix_variants(dim: int, dtype: torch.dtype) -> Iterator[Variant]:
         for kind, (kernel, extra) in kinds.items():
             if kind == "stats" and op == "block":
                 continue
-            size = launch.tiles(kind, dim, dtype)
+            size = launch.tiles(kind, dim, dtype, architecture)
             constants = {
                 **shape,
                 **extra,

@@ -5,6 +5,7 @@ Example: ``attend(q, k, v, own_k, own_v, q_sink, rows, cu_seqlens, sink, options
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,15 +58,35 @@ _FLOAT32 = {
 }
 
 
-def tiles(kernel: str, dim: int, dtype: torch.dtype) -> Tiles:
+# before Hopper the accumulators of a matrix product pass through the registers of every operand
+_AMPERE = {("fwd", 128): (64, 64, 8, 2)}
+
+
+@functools.cache
+def _architecture() -> int:
+    """Compute capability of the GPU at hand, as 80 or 90."""
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
+
+
+def tiles(kernel: str, dim: int, dtype: torch.dtype, architecture: int | None = None) -> Tiles:
     """Return the block sizes for a kernel: ``fwd``, ``dq``, ``dkv``, ``own`` or ``stats``.
 
     Chosen so that nothing spills at head dimensions up to 128 (``perf/kernels_report.py`` prints the table).
+
+    Args:
+        kernel: which.
+        dim: head dimension.
+        dtype: of queries and keys.
+        architecture: compute capability times 10; default: of the GPU at hand.
     """
     if dispatch.interpreted():
         return Tiles(block_m=32, block_n=16, num_warps=4, num_stages=1)
     column = 0 if dim <= 64 else 1 if dim <= 128 else 2
-    block_m, block_n, num_warps, num_stages = (_FLOAT32 if dtype == torch.float32 else _HALF)[kernel][column]
+    size = (_FLOAT32 if dtype == torch.float32 else _HALF)[kernel][column]
+    if dtype != torch.float32 and (architecture or _architecture()) < 90:
+        size = _AMPERE.get((kernel, (64, 128, 256)[column]), size)
+    block_m, block_n, num_warps, num_stages = size
     return Tiles(block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages)
 
 
