@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 
 import torch
 
@@ -25,20 +24,12 @@ def main() -> int:
         steps = [
             ["-m", "specbench", "run", "--device", "cuda", "--limit", "20", "--out", f"{folder}/run"],
             # float32: in bfloat16 near-ties are common, and each would need a look
-            [
-                str(Path(__file__).with_name("agreement.py")),
-                "--limit",
-                "8",
-                "--device",
-                "cuda",
-                "--dtype",
-                "float32",
-            ],
+            ["-m", "specbench", "agree", "--limit", "8", "--device", "cuda", "--dtype", "float32"],
         ]
         for step in steps:
             begun = time.perf_counter()
             code = subprocess.run([sys.executable, *step], check=False).returncode
-            print(f"{' '.join(step[:3])}: {time.perf_counter() - begun:.0f} s, exit code {code}")
+            print(f"{' '.join(step[1:3])}: {time.perf_counter() - begun:.0f} s, exit code {code}")
             if code:
                 return code
     return 0

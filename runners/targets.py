@@ -241,7 +241,23 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> tuple[Any, 
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # see Target.load
         raise _unloadable(name, error) from error
-    return tokenizer, int(config.get_text_config().max_position_embeddings)
+    return tokenizer, _positions(name, config.get_text_config())
+
+
+def _positions(name: str, config: Any) -> int:
+    """Return how many positions a model has.
+
+    Raises:
+        UserError: its configuration does not say.
+    """
+    # MPT and the first Falcon-like configurations have names of their own; GPT-2's is mapped by transformers
+    for key in ("max_position_embeddings", "max_seq_len", "seq_length"):
+        found = getattr(config, key, None)
+        if found:
+            return int(found)
+    raise UserError(
+        f"target {name!r} does not say how many positions it has; add max_position_embeddings to its config.json"
+    )
 
 
 def _unloadable(name: str, error: Exception) -> UserError:
@@ -330,7 +346,7 @@ class Target:
             hidden_size=config.hidden_size,
             num_layers=config.num_hidden_layers,
             vocab_size=model.get_input_embeddings().weight.shape[0],
-            max_positions=config.max_position_embeddings,
+            max_positions=_positions(name, config),
             dtype=str(model.dtype).removeprefix("torch."),
             rope_parameters=dict(getattr(config, "rope_parameters", None) or {}),
             bos_id=getattr(tokenizer, "bos_token_id", None),

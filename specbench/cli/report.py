@@ -42,7 +42,7 @@ def _columns(_ctx: click.Context, _param: click.Parameter, value: str | None) ->
 @click.option(
     "--attribution",
     is_flag=True,
-    help="What every drop is made of, the drafter's loss or the target's other answer, instead of the tables; needs both answer paths (--answer-path).",
+    help="What every drop is made of, the drafter's loss or the target's other answer, instead of the tables; needs `specbench run --answer-path both`.",
 )
 @click.option(
     "--plots", type=click.Path(file_okay=False), help="Also draw figures into this folder (one run)."
@@ -145,6 +145,6 @@ def _attribution(connection: Any, form: str, draws: int, seed: int) -> str:
     parts = attribution(connection=connection, draws=draws, seed=seed)
     if not parts:
         raise UserError(
-            "no condition of this run has both a free and a forced answer; run it with --answer-path free,forced"
+            "no condition of this run has both a free and a forced answer; run it with --answer-path both"
         )
     return render(parts, form, shutil.get_terminal_size().columns)

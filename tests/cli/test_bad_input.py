@@ -226,6 +226,14 @@ def test_targets_with_broken_files(complain: Complain, tiny_target_path: Path, t
     odd = changed(tiny_target_path, tmp_path / "odd", lambda config: config.update(model_type="nobody-knows"))
     assert "nobody-knows" in complain(target=str(odd))
 
+    # a configuration of BLOOM's holds no length: its positions are a bias
+    def forget(config: dict[str, Any]) -> None:
+        del config["max_position_embeddings"]
+        config["model_type"] = "bloom"
+
+    endless = changed(tiny_target_path, tmp_path / "endless", forget)
+    assert f"target '{endless}' does not say how many positions it has" in complain(target=str(endless))
+
 
 def test_weights_without_a_use_are_named(tiny_target_path: Path, tmp_path: Path) -> None:
     path = Path(shutil.copytree(tiny_target_path, tmp_path / "more"))
