@@ -156,10 +156,13 @@ def _manager(spec: str) -> tuple[Any, str]:
     if path.suffix in (".yaml", ".yml"):
         if not path.is_file():
             raise UserError(f"there is no task file {spec}; check the spelling of the path")
+        settings = _raw(path)
         near = TaskManager(include_path=path.resolve().parent, include_defaults=False)
-        if not _is_group(path) or set(_members(path)) <= set(near.all_tasks):
+        if "group" not in settings or "class" in settings:
             return near, str(path)
-        return TaskManager(include_path=path.resolve().parent), str(path)
+        known = set(_members(settings)) <= set(near.all_tasks)
+        # lm-eval finds a group by its name only
+        return near if known else TaskManager(include_path=path.resolve().parent), str(settings["group"])
     for folder in _folders(spec):
         near = TaskManager(include_path=folder, include_defaults=False)
         if spec in near.all_subtasks:
@@ -211,13 +214,12 @@ def _raw(path: Path) -> Mapping[str, Any]:
     return settings
 
 
-def _is_group(path: Path) -> bool:
-    return "group" in _raw(path) and "class" not in _raw(path)
-
-
-def _members(path: Path) -> list[str]:
-    names = [m.get("task") or m.get("group") if isinstance(m, dict) else m for m in _raw(path)["task"]]
-    return [str(name) for name in names]
+def _members(settings: Mapping[str, Any]) -> list[str]:
+    """Return the names that a group's file lists."""
+    listed = settings.get("task")
+    if not isinstance(listed, list):
+        return []
+    return [str(m.get("task") or m.get("group")) if isinstance(m, dict) else str(m) for m in listed]
 
 
 def _settings(manager: Any, name: str) -> Mapping[str, Any]:
@@ -229,10 +231,14 @@ def _settings(manager: Any, name: str) -> Mapping[str, Any]:
     return _raw(path) if path.is_file() else {}
 
 
-def _may_run_code(manager: Any, name: str) -> bool:
-    """Whether the task, or one of a group or tag, may run code that a model wrote."""
+def _may_run_code(manager: Any, name: str, seen: frozenset[str] = frozenset()) -> bool:
+    """Whether the task, or one of a group or tag, runs code that a model wrote."""
     settings = _settings(manager, name)
-    return bool(settings.get("unsafe_code")) or "group" in settings or not settings
+    entry = manager.task_index.get(name)
+    members = {*_members(settings), *(entry.tags if entry is not None and not settings else ())} - seen
+    return bool(settings.get("unsafe_code")) or any(
+        _may_run_code(manager, m, seen | members) for m in members
+    )
 
 
 def _refuse_types(spec: str, manager: Any, name: str) -> None:
