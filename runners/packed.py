@@ -29,6 +29,7 @@ from specbench.runners.pipeline import (
     RunDirectory,
     RunReport,
     drafter_specs,
+    engine_lines,
     load_chat,
     package_versions,
     run_settings,
@@ -203,15 +204,11 @@ def trace(
     observer.planned(plan, config)
     if dry_run:
         return None
-    target = Target.load(
-        config.target,
-        device=config.device,
-        dtype=config.dtype,
-        trust_remote_code=config.trust_remote_code,
-    )
-    runner = ReplayRunner(target, run_settings(config))
+    target, runner, done = _tracer(config, observer)
     writer = open_writer(Path(config.out), target, config, plan, chosen, command)
-    with kept_open(writer, plan):
+    with contextlib.ExitStack() as cleanup:
+        cleanup.callback(done)
+        cleanup.enter_context(kept_open(writer, plan))
         runner.extra_taps, runner.on_trace = chosen, writer.add
         pipeline = Pipeline(
             config,
@@ -225,6 +222,52 @@ def trace(
         )
         observer.started(target.info, [], plan.answers, pipeline.resumed)
         return pipeline.execute()
+
+
+def _tracer(config: RunConfig, observer: Observer) -> tuple[Target, ReplayRunner, Callable[[], None]]:
+    """Return a plan's target, who traces it, and what to call in the end.
+
+    With ``runner="vllm"`` the engine runs the target; the copy here stays on the CPU for its embeddings, norm and head.
+
+    Raises:
+        UserError: the target cannot be loaded, or vLLM cannot run here.
+    """
+    settings = run_settings(config)
+    engine = config.runner == "vllm"
+    place = pick_device(config.device)
+    if engine:
+        from specbench.runners.vllm_engine import vllm_runner
+
+        vllm_runner.check(settings)
+    target = Target.load(
+        config.target,
+        device="cpu" if engine else config.device,
+        dtype=str(pick_dtype(config.dtype, place)).removeprefix("torch.") if engine else config.dtype,
+        trust_remote_code=config.trust_remote_code,
+    )
+    runner = ReplayRunner(target, settings)
+    if not engine:
+        return target, runner, lambda: None
+    from specbench.runners.vllm_engine import VllmRunner
+    from specbench.runners.vllm_states import EngineAnswerer
+
+    device = "cpu" if place == "cpu" else "cuda"
+    asked = VllmRunner(target, settings, device=device)
+    for text in engine_lines({"engine": asked.record()}):
+        observer.note(text)
+    made: list[EngineAnswerer] = []
+
+    def answerer(taps: Sequence[int], on_tokens: Callable[[int], None]) -> EngineAnswerer:
+        if not made:
+            made.append(EngineAnswerer(asked, taps, on_tokens))
+        return made[0]
+
+    def close() -> None:
+        for one in made:
+            one.close()
+
+    runner.make_answerer = answerer
+    return target, runner, close
 
 
 def open_writer(

@@ -170,14 +170,18 @@ class ReplayRunner:
         self.on_trace: Callable[[Trace], None] | None = None
         """Receives every trace while it is whole (trace packs)."""
         self.extra_taps: tuple[int, ...] = ()
+        self.make_answerer: Callable[[Sequence[int], Callable[[int], None]], Any] | None = None
+        """(taps, on_tokens) -> who answers in the place of the target's own model."""
 
     def run(
         self, work: Sequence[Work], drafters: Mapping[str, Drafter], on_tokens: Callable[[int], None]
     ) -> Iterator[Outcome]:
         """Yield an outcome for every piece of work."""
-        answerer = Answerer(
+        taps = sorted({*required_taps(drafters.values()), *self.extra_taps})
+        answerer = self.make_answerer and self.make_answerer(taps, on_tokens)
+        answerer = answerer or Answerer(
             self.target,
-            taps=sorted({*required_taps(drafters.values()), *self.extra_taps}),
+            taps=taps,
             max_new_tokens=self.settings.max_new_tokens,
             sampling=self.settings.sampling,
             batch_size=self.settings.batch_size,

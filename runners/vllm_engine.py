@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -104,6 +105,7 @@ class VllmRunner:
         *,
         start: StartEngine = start_vllm,
         version: str | None = None,
+        device: str | None = None,
     ) -> None:
         """Prepare; starts nothing yet.
 
@@ -112,6 +114,7 @@ class VllmRunner:
             settings: of the run.
             start: makes engines.
             version: of the engine; default: the installed one's.
+            device: of the engine, cpu or cuda; default: the target's.
 
         Raises:
             UserError: vLLM is not installed, or an engine option is unknown or malformed.
@@ -121,7 +124,7 @@ class VllmRunner:
         self.settings = settings
         self.options = read_options(settings.options)
         self._start = start
-        self._device = "cpu" if target.device.type == "cpu" else "cuda"
+        self._device = device or ("cpu" if target.device.type == "cpu" else "cuda")
         self._alive: tuple[tuple[str, int], int, Engine] | None = None
         self._defects: dict[str, str] = {}
         workarounds = tuple(filter(None, self.options.get("workaround", "").split("+")))
@@ -187,6 +190,41 @@ class VllmRunner:
             spec = engine_spec(drafter, self.target.weights(), cache_dir() / "engines")
             speculative = self._speculative(drafter, spec, depth)
         return self._start(self._engine_options(speculative, length, users), self._defects)
+
+    def states_engine(self, taps: Sequence[int], length: int, folder: Path) -> Engine:
+        """Start an engine that hands out hidden states instead of drafting; the caller stops it.
+
+        Args:
+            taps: ``hidden_states`` indices, ascending.
+            length: positions it must have.
+            folder: where it writes them.
+
+        Raises:
+            UserError: it does not start, or a known defect would be hit.
+        """
+        method = "extract_hidden_states"
+        use = engine_defects.Use(method=method, sampled=not self.settings.sampling.greedy)
+        self._defects.update(engine_defects.check(self.version, self._device, use, self._workarounds))
+        layers = {"eagle_aux_hidden_state_layer_ids": list(taps)}
+        options = self._engine_options(
+            {"method": method, "num_speculative_tokens": 1, "draft_model_config": {"hf_config": layers}},
+            length,
+            self._max_num_seqs(),
+        )
+        connector = {
+            "kv_connector": "StatesConnector",
+            "kv_connector_module_path": "specbench.runners.vllm_connector",
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {"shared_storage_path": str(folder)},
+        }
+        kv = options.kv_bytes
+        if kv is not None:
+            # states lie in the same cache as keys and values
+            size = len(taps) * self.target.info.hidden_size * self.target.model.dtype.itemsize
+            kv += 4 * options.max_num_seqs * length * size
+        return self._start(
+            replace(options, kv_bytes=kv, extra={"kv_transfer_config": connector}), self._defects
+        )
 
     def length(self, prompts: Sequence[RenderedPrompt], depth: int) -> int:
         """Return the positions that an engine needs for these prompts, their answers and drafts behind them."""
@@ -321,7 +359,9 @@ class VllmRunner:
             need = 2 * seqs * length * kv_bytes_per_token(self.target.model)
             kv = int(float(asked) * (1 << 30)) if asked else max(_LEAST_KV, need)
         elif "gpu_memory" not in self.options:
-            free, total = torch.cuda.mem_get_info(self.target.device)
+            free, total = torch.cuda.mem_get_info(
+                None if self.target.device.type == "cpu" else self.target.device
+            )
             memory = round(0.9 * free / total, 3)
         return EngineOptions(
             model=str(self.target.path),

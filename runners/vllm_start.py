@@ -63,6 +63,8 @@ class Request:
     max_tokens: int
     seed: int | None
     """Of its sampling; None where greedy."""
+    states: Literal["none", "prompt", "answer"] = "none"
+    """Hidden states to be kept: of the prompt, or of the answer too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +82,8 @@ class EngineAnswer:
     """(accepted, drafted) of each verified step; None where this version does not tell."""
     counted: tuple[int, int, int] | None = None
     """Rounds, drafted and accepted tokens by the engine's counters, where it has nothing better."""
+    states: str | None = None
+    """File of its hidden states; complete once its lock is free."""
     first_token_seconds: float = 0.0
     """From being added to the first token."""
     seconds: float = 0.0
@@ -246,6 +250,9 @@ class VllmEngine:
                 serving=serving,
                 decoding=decoding,
             )
+        if any(request.states != "none" for request in requests):
+            # states are written in the step behind the one in which their request ended
+            self._engine.step()
 
     def metrics(self) -> dict[str, Any]:
         """Return vLLM's counters by name: a number, or a list for counters per position."""
@@ -292,7 +299,12 @@ def _arguments(options: EngineOptions) -> dict[str, Any]:
 def _params(request: Request, sampling: Sampling, stop_ids: Sequence[int]) -> Any:
     from vllm import SamplingParams
 
+    extra: dict[str, Any] = {}
+    if request.states != "none":
+        keep = {"include_output_tokens": request.states == "answer"}
+        extra["extra_args"] = {"kv_transfer_params": keep}
     return SamplingParams(
+        **extra,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
@@ -323,6 +335,7 @@ def _answer(
         finish="stop" if completion.finish_reason == "stop" else "length",
         emitted=tuple(steps),
         records=records,
+        states=(getattr(output, "kv_transfer_params", None) or {}).get("hidden_states_path"),
         first_token_seconds=first - begun,
         seconds=now - begun,
     )

@@ -11,7 +11,14 @@ from typing import Any
 
 import click
 
-from specbench.cli.options import config_options, make_config, numbers, prompt_options, target_options
+from specbench.cli.options import (
+    config_options,
+    engine_options,
+    make_config,
+    numbers,
+    prompt_options,
+    target_options,
+)
 from specbench.errors import UserError
 
 
@@ -24,6 +31,15 @@ from specbench.errors import UserError
     help="Target states to keep, as hidden_states indices (0: embeddings, i: entering block i). "
     "Default: EAGLE-3's for the target's n blocks: 2, n/2, n-3.",
 )
+@click.option(
+    "--runner",
+    type=click.Choice(("replay", "vllm")),
+    default="replay",
+    show_default=True,
+    help="Who runs the target: replay, transformers on one machine's devices; vllm, the engine, tensor parallel with "
+    "--engine tensor_parallel=N.",
+)
+@engine_options
 @click.option(
     "--out",
     default="packs/latest",
@@ -53,6 +69,7 @@ def trace(
     Examples:
       specbench trace --suite mini --perturb templates --out packs/mini
       specbench trace --target PATH --suite mtbench --taps 2,16,29 --dry-run
+      specbench trace --runner vllm --engine tensor_parallel=4 --target PATH --suite mtbench
       specbench run --traces packs/mini --drafter ngram,eagle3=PATH
     """  # noqa: D301
     config = replace(make_config(ctx, config_file, options), keep_traces=False, out=out)

@@ -17,6 +17,7 @@ from specbench.drafters.dflash import DFlashConfig, DFlashModel
 from specbench.drafters.dflash_drafter import DFlashDrafter
 from specbench.drafters.ngram import NgramDrafter
 from specbench.drafters.resolve import load_drafter
+from specbench.runners.answers import Answerer
 from specbench.runners.cross_check import Pair, cross_check, make_runners
 from specbench.runners.replay import ReplayRunner
 from specbench.runners.runner import Outcome, RunSettings, Work
@@ -24,6 +25,7 @@ from specbench.runners.targets import Target
 from specbench.runners.vllm_engine import VllmRunner
 from specbench.runners.vllm_process import RemoteEngine
 from specbench.runners.vllm_start import EngineOptions
+from specbench.runners.vllm_states import EngineAnswerer
 from specbench.types import ConditionInfo, Drafter, RenderedPrompt, Sampling
 from tests.conftest import make_llama, make_tokenizer
 from tests.runners.test_verdict import edit_config, remove_fc_norm, shift_map
@@ -209,6 +211,32 @@ def test_dflash_counts_what_replay_counts(tiny: dict[str, Path]) -> None:
     assert pair.agrees, (pair.failures, pair.differences)
     assert pair.agreement.rounds > 100
     assert 60 * pair.agreement.answers > 1.05 * pair.agreement.rounds, "some drafts must have been right"
+
+
+@pytest.mark.slow
+def test_traces_of_the_engine_are_those_of_the_model(tiny: dict[str, Path]) -> None:
+    target = Target.load(str(tiny["target"]), device="cpu", dtype="float32")
+    asked = [prompt(f"t/{i}", (1, 7 + i, *range(3, 3 + 6 * i))) for i in range(3)]
+    taps = (0, 1, 2)
+    ours = {t.prompt.key: t for t in Answerer(target, taps=taps, max_new_tokens=24).answer(asked)}
+    runner = VllmRunner(target, GREEDY)
+    answerer = EngineAnswerer(runner, taps)
+    try:
+        for trace in [*answerer.answer(asked), answerer.force(asked[1], (5, 6, 7, 8), "length")]:
+            expected = ours[trace.prompt.key]
+            if trace.path == "forced":
+                expected = Answerer(target, taps=taps, max_new_tokens=24).force(
+                    asked[1], (5, 6, 7, 8), "length"
+                )
+            assert trace.answer_ids == expected.answer_ids and trace.finish == expected.finish
+            for tap in taps:
+                torch.testing.assert_close(trace.taps[tap], expected.taps[tap], rtol=1e-4, atol=1e-4)
+            for name in ("logprobs", "margins", "entropies"):
+                torch.testing.assert_close(
+                    getattr(trace, name), getattr(expected, name), rtol=1e-3, atol=1e-3
+                )
+    finally:
+        answerer.close()
 
 
 @pytest.mark.slow
