@@ -44,6 +44,14 @@ class CardFacts:
     """Sentences on the published signs."""
 
 
+def _schedule(setting: TrainSetting) -> str:
+    if setting.optim.restart is None or not setting.shallow_steps:
+        return "cosine"
+    return (
+        f"cosine, and a second one from {setting.optim.restart * setting.optim.lr:g} behind the shallow phase"
+    )
+
+
 def make_card(facts: CardFacts) -> str:
     """Return the card as Markdown."""
     c, s, h = facts.config, facts.setting, facts.held_out
@@ -63,7 +71,7 @@ def make_card(facts: CardFacts) -> str:
         f"{facts.epochs:.1f} epochs; {facts.data} |",
         f"| steps | {s.steps}, of packs of at most {s.batch_rows * s.accumulation} rows; {_steps(c, s)} |",
         f"| loss | forward KL on the draft vocabulary, step weights {s.chain.decay}^i, answer tokens |",
-        f"| optimiser | AdamW {s.optim.betas}, learning rate {s.optim.lr:g}, warm-up {s.optim.warmup:.0%}, cosine, "
+        f"| optimiser | AdamW {s.optim.betas}, learning rate {s.optim.lr:g}, warm-up {s.optim.warmup:.0%}, {_schedule(s)}, "
         f"clip {s.optim.clip}; {s.precision} compute, float32 weights; seed {s.seed} |",
         f"| start | {_start(s)} |",
         f"| cost | {facts.seconds / 60:.0f} minutes in training steps on {facts.hardware} |",

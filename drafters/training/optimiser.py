@@ -28,10 +28,23 @@ class OptimSetting:
     """Share of the steps over which the learning rate rises from 0."""
     final: float = 0.05
     """Share of the learning rate that the cosine ends at."""
+    restart: float | None = None
+    """Share of the learning rate that a second cosine, with a warm-up of its own, starts from behind the shallow phase;
+    None: one cosine spans all steps. Deep chains have much to learn that a rate near its end is too small for."""
+    horizon: int | None = None
+    """With a restart: steps that the first cosine would take to its end; default: all steps."""
 
 
-def learning_rate(setting: OptimSetting, step: int, total: int) -> float:
-    """Return the learning rate of optimiser step ``step`` (from 0) of ``total``."""
+def learning_rate(setting: OptimSetting, step: int, total: int, shallow: int = 0) -> float:
+    """Return the learning rate of optimiser step ``step`` (from 0) of ``total``, the first ``shallow`` at depth 1."""
+    if setting.restart is None or not shallow:
+        return _cosine(setting, step, total)
+    if step < shallow:
+        return _cosine(setting, step, setting.horizon or total)
+    return setting.restart * _cosine(setting, step - shallow, total - shallow)
+
+
+def _cosine(setting: OptimSetting, step: int, total: int) -> float:
     warm = max(1, round(setting.warmup * total))
     if step < warm:
         return setting.lr * (step + 1) / warm
@@ -44,8 +57,15 @@ class Masters:
     computes; the two may be one.
     """
 
-    def __init__(self, model: nn.Module, work: nn.Module, setting: OptimSetting, total_steps: int) -> None:
-        self.setting, self.total = setting, total_steps
+    def __init__(
+        self,
+        model: nn.Module,
+        work: nn.Module,
+        setting: OptimSetting,
+        total_steps: int,
+        shallow_steps: int = 0,
+    ) -> None:
+        self.setting, self.total, self.shallow = setting, total_steps, shallow_steps
         self.masters: list[torch.Tensor] = [p for p in model.parameters() if p.requires_grad]
         self.work: list[torch.Tensor] = [p for p in work.parameters() if p.requires_grad]
         self.shared = model is work
@@ -75,7 +95,7 @@ class Masters:
     def step(self, step: int) -> None:
         """Take optimiser step ``step`` and clear the gradients."""
         for group in self.adam.param_groups:
-            group["lr"] = learning_rate(self.setting, step, self.total)
+            group["lr"] = learning_rate(self.setting, step, self.total, self.shallow)
         self.adam.step()
         self.clear()
         self.publish()

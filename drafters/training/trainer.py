@@ -163,7 +163,7 @@ class Trainer:
         self.work = self.model
         if setting.precision == "bf16":
             self.work = make_model(self.config, target, target_ids, torch.bfloat16)
-        self.masters = Masters(self.model, self.work, setting.optim, setting.steps)
+        self.masters = Masters(self.model, self.work, setting.optim, setting.steps, setting.shallow_steps)
         self.teacher_head = target.head[self.model.target_ids].to(self.work.dtype)
         self.order = PackOrder([e.num_rows for e in data.examples], setting.batch_rows, setting.seed)
         self.step = 0
@@ -276,7 +276,7 @@ class Trainer:
             step=self.step,
             epoch=self.order[last * setting.accumulation * self.processes.world][0],
             seconds=self.seconds,
-            lr=learning_rate(setting.optim, last, setting.steps),
+            lr=learning_rate(setting.optim, last, setting.steps, setting.shallow_steps),
             loss=sum(setting.chain.decay**i * k for i, k in enumerate(mean)),
             grad_norm=self._norm,
             rows_per_second=window.rows * self.processes.world / (time.perf_counter() - window.began),

@@ -210,3 +210,12 @@ def test_learning_rate_rises_then_follows_the_cosine() -> None:
     assert rates[:10] == pytest.approx([0.2 * (i + 1) for i in range(10)])
     assert rates[55] == pytest.approx(2.0 * (0.1 + 0.9 * 0.5))
     assert rates[10] == pytest.approx(2.0) and 0.2 < rates[99] < 0.201
+
+
+def test_a_restart_gives_the_deep_phase_a_cosine_of_its_own() -> None:
+    once = OptimSetting(lr=2.0, warmup=0.1, final=0.1)
+    setting = replace(once, restart=0.5, horizon=100)
+    rates = [learning_rate(setting, step, 100, 60) for step in range(100)]
+    assert rates[:60] == [learning_rate(once, step, 100) for step in range(60)]
+    assert rates[60:] == [0.5 * learning_rate(once, step, 40) for step in range(40)]
+    assert max(rates[60:]) == pytest.approx(1.0) and rates[63] == pytest.approx(1.0)
