@@ -71,8 +71,8 @@ def make_card(facts: CardFacts) -> str:
         f"{facts.epochs:.1f} epochs; {facts.data} |",
         f"| steps | {s.steps}, of packs of at most {s.batch_rows * s.accumulation} rows; {_steps(c, s)} |",
         f"| loss | forward KL on the draft vocabulary, step weights {s.chain.decay}^i, answer tokens |",
-        f"| optimiser | AdamW {s.optim.betas}, learning rate {s.optim.lr:g}, warm-up {s.optim.warmup:.0%}, {_schedule(s)}, "
-        f"clip {s.optim.clip}; {s.precision} compute, float32 weights; seed {s.seed} |",
+        f"| optimiser | AdamW {s.optim.betas}, learning rate {s.optim.lr:g}, warm-up {s.optim.warmup:.0%}, "
+        f"{_schedule(s)}, clip {s.optim.clip}; {s.precision} compute, float32 weights; seed {s.seed} |",
         f"| start | {_start(s)} |",
         f"| cost | {facts.seconds / 60:.0f} minutes in training steps on {facts.hardware} |",
         "",
