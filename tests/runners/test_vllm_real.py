@@ -87,6 +87,29 @@ def test_prompt_lookup_counts_silent_rounds_in_the_engine_too(smollm2_path: Path
     check_agreement(pair)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="vLLM's synthetic mode needs a GPU")
+def test_a_chosen_acceptance_length_comes_out(smollm2_path: Path) -> None:
+    """vLLM accepts by decree; the scripted engine of test_vllm_engine.py does the same without a GPU."""
+    target = Target.load(str(smollm2_path), device="cuda", dtype="float32")
+    drafter = load_drafter(f"draft-lm={smollm2_path}", target.weights())
+
+    def start(options: EngineOptions, defects: Mapping[str, str]) -> RemoteEngine:
+        decree = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.5}
+        return RemoteEngine(replace(options, speculative={**(options.speculative or {}), **decree}), defects)
+
+    longer = replace(GREEDY, max_new_tokens=256)
+    runner = VllmRunner(target, longer, start=start)
+    work = [Work(prompt=p, drafters=("draft-lm",)) for p in chats(target)]
+    try:
+        outcomes = list(runner.run(work, {"draft-lm": drafter}, lambda _n: None))
+    finally:
+        runner.close()
+    rounds = [r for o in outcomes for r in o.rounds["draft-lm", DEPTH] if not r.cut]
+    assert len(rounds) > 100
+    assert sum(r.num_accepted for r in rounds) / len(rounds) + 1 == pytest.approx(2.5, abs=0.25)
+
+
 BROKEN: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "taps": (edit_config(eagle_aux_hidden_state_layer_ids=[3, 16, 28]), "taps", "taps (3, 16, 28)"),
     "d2t": (shift_map, "vocabulary map", "d2t off by +1"),
