@@ -161,6 +161,9 @@ class SpecbenchLM(TemplateLM):  # type: ignore[misc]
             )
         if runner not in ("decode", "vllm"):
             raise UserError(f"--model specbench takes runner=decode or runner=vllm, not {runner!r}")
+        # lm-eval's command line says cuda:0 where the user says nothing
+        if device == "cuda:0" and not torch.cuda.is_available():
+            device = "auto"
         self.target = Target.load(
             str(target), device=device or "auto", dtype=dtype, trust_remote_code=trust_remote_code
         )

@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 import yaml
+from transformers import AutoTokenizer
 
 from specbench.benchmarks import lm_eval_tasks
 from specbench.benchmarks.lm_eval_tasks import load_tasks, messages_of
 from specbench.benchmarks.resolve import load_suite
 from specbench.errors import SpecbenchWarning, UserError
+from specbench.perturbations.rendering import ChatTokenizer
+from specbench.perturbations.template import REGULAR
 from specbench.types import Message, Prompt, SuiteRequest
 
 pytest.importorskip("lm_eval", reason="the lm-eval suites need it: pip install 'specbench[lm-eval]'")
@@ -88,6 +91,33 @@ def test_a_tasks_own_zero_is_kept(tmp_path: Path) -> None:
 def test_the_answers_beginning_is_kept(tmp_path: Path) -> None:
     (prompt,) = load(write_task(tmp_path, gen_prefix="Let us see:"), limit=1)
     assert prompt.prefill == "Let us see:" and prompt.turns[0].startswith("Q:")
+
+
+@pytest.mark.parametrize("changes", [{}, {"gen_prefix": "Let us see:"}])
+def test_the_clean_rendering_is_the_chat_template_of_the_same_messages(
+    tmp_path: Path, tiny_target_path: Path, changes: dict[str, str]
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_target_path)
+    prompts = load(write_task(tmp_path, num_fewshot=1, **changes), limit=3)
+
+    def template(messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
+        text = tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+        return str(text)
+
+    (loaded,) = load_tasks(str(tmp_path / "sums.yaml"))
+    loaded.task.set_fewshot_seed(seed=1234)
+    loaded.task.build_all_requests(
+        limit=3, apply_chat_template=True, fewshot_as_multiturn=True, chat_template=template
+    )
+    chat = ChatTokenizer(tokenizer)
+    for prompt, instance in zip(prompts, loaded.task.instances, strict=True):
+        ids = REGULAR.render(prompt, 0, [], chat, 0).token_ids
+        assert list(ids) == tokenizer.encode(instance.args[0], add_special_tokens=False)
 
 
 def test_groups_and_what_cannot_be_drafted(tmp_path: Path) -> None:
