@@ -32,6 +32,10 @@ class EngineSpec:
     """Whether it has a law to draw drafts from; else drafts are one-hot at any temperature."""
 
 
+METHODS = {"ngram": "ngram", "draft-lm": "draft_model", "eagle3": "eagle3", "dflash": "dflash"}
+"""Kind of drafter -> vLLM's method."""
+
+
 def engine_spec(drafter: Drafter, target: TargetWeights, cache: Path) -> EngineSpec:
     """Return what vLLM must be told to run a drafter.
 

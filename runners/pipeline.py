@@ -638,6 +638,8 @@ def run(
         runner = factory(target, run_settings(config))
         cleanup.callback(getattr(runner, "close", lambda: None))
         infos = [drafter.info for drafter in drafters.values()]
+        # what an engine gets wrong depends on how it runs each of them, and is recorded before anything runs
+        getattr(runner, "expect", lambda _drafters: None)(drafters.values())
         engine = engine_record(runner)
         directory.write_record(target.info, infos, plan, command, engine)
         for text in engine_lines(engine):

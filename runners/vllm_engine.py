@@ -8,8 +8,9 @@ Example:
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,7 +22,7 @@ from specbench.errors import UserError, unknown_name
 from specbench.runners import engine_defects
 from specbench.runners.answers import answer_limit, kv_bytes_per_token
 from specbench.runners.engine_rounds import records_from_counters, rounds_from_steps
-from specbench.runners.engine_spec import EngineSpec, check_block, engine_spec
+from specbench.runners.engine_spec import METHODS, EngineSpec, check_block, engine_spec
 from specbench.runners.pace import Pace
 from specbench.runners.runner import Outcome, RunSettings, Work, answer_facts
 from specbench.runners.sampling import stream
@@ -132,6 +133,14 @@ class VllmRunner:
         use = engine_defects.Use(method="any", sampled=not settings.sampling.greedy)
         self._defects.update(engine_defects.check(self.version, self._device, use, workarounds))
         self._workarounds = workarounds
+
+    def expect(self, drafters: Iterable[Drafter]) -> None:
+        """Note the known defects that these drafters will meet; those that stop one are told when it is run."""
+        for drafter in drafters:
+            method = METHODS.get(drafter.info.kind, "none")
+            use = engine_defects.Use(method=method, sampled=not self.settings.sampling.greedy)
+            with contextlib.suppress(UserError):
+                self._defects.update(engine_defects.check(self.version, self._device, use, self._workarounds))
 
     def record(self) -> dict[str, Any]:
         """Return what ``run.json`` says of the engine."""

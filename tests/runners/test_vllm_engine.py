@@ -234,6 +234,14 @@ def test_sampled_speculation_on_a_cpu_is_refused_or_named(target: Target) -> Non
     assert VllmRunner(target, sampled, version="0.99.0").record()["defects"] == {}
 
 
+def test_defects_of_the_drafters_are_known_before_they_run(target: Target) -> None:
+    runner = VllmRunner(target, settings(), version="0.32.0")
+    runner.expect([NgramDrafter()])
+    assert runner.record()["defects"] == {}
+    runner.expect([SimpleNamespace(info=SimpleNamespace(kind="dflash"))])  # type: ignore[list-item]
+    assert runner.record()["defects"]["dflash-k-norm"].startswith("present: ")
+
+
 def test_the_workaround_expands_what_the_kernel_should_have() -> None:
     x, ends = torch.tensor([0.0, 0.7, 1.3]), torch.tensor([2, 5, 6])
     found = engine_defects._expand_batch(x, ends, 6, replace_from=0, replace_to=1)
