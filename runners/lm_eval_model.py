@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -277,24 +277,43 @@ class SpecbenchLM(TemplateLM):  # type: ignore[misc]
     # ---- answers
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Answer every request with the drafter."""
-        texts: list[str] = []
-        bar = tqdm(total=len(requests), disable=disable_tqdm, desc="answers with the drafter")
-        for number, request in enumerate(requests):
-            context, asked = request.args[:2]
-            prompt, settings = self._prepare(request, number, context, asked)
-            outcome = self._answer(prompt, settings, self.drafter)
-            text = read_answer(self.tokenizer, outcome.answer_ids, prompt.stop_strings)
-            self._note(request, outcome)
-            if self.check_lossless and self.drafter is not None:
-                self._compare(request, prompt, settings, outcome)
-            self.cache_hook.add_partial("generate_until", (context, asked), text)
-            texts.append(text)
-            bar.update(1)
-        bar.close()
-        self._close_runner()
+        """Answer every request with the drafter; requests of one setting go to the runner together."""
+        prepared = [self._prepare(request, i, *request.args[:2]) for i, request in enumerate(requests)]
+        groups: dict[tuple[Sampling, int], list[int]] = {}
+        for i, (_prompt, settings) in enumerate(prepared):
+            groups.setdefault((settings.sampling, settings.max_new_tokens), []).append(i)
+        texts = [""] * len(prepared)
+        try:
+            with tqdm(total=len(requests), disable=disable_tqdm, desc="answers with the drafter") as bar:
+                for members in groups.values():
+                    self._answer_group(requests, prepared, members, texts, bar)
+        finally:
+            self._close_runner()
         self._report()
         return texts
+
+    def _answer_group(
+        self,
+        requests: Sequence[Any],
+        prepared: Sequence[tuple[RenderedPrompt, RunSettings]],
+        members: Sequence[int],
+        texts: list[str],
+        bar: Any,
+    ) -> None:
+        prompts, settings = [prepared[i][0] for i in members], prepared[members[0]][1]
+        index = {prepared[i][0].prompt_id: i for i in members}
+        with_drafter: dict[int, Outcome] = {}
+        for outcome in self._outcomes(prompts, settings, self.drafter):
+            i = index[outcome.work.prompt.prompt_id]
+            texts[i] = read_answer(self.tokenizer, outcome.answer_ids, prepared[i][0].stop_strings)
+            self._note(requests[i], outcome)
+            self.cache_hook.add_partial("generate_until", requests[i].args[:2], texts[i])
+            with_drafter[i] = outcome
+            bar.update(1)
+        if self.check_lossless and self.drafter is not None:
+            for alone in self._outcomes(prompts, settings, None):
+                i = index[alone.work.prompt.prompt_id]
+                self._compare(requests[i], alone, with_drafter[i])
 
     def _prepare(
         self, request: Any, number: int, context: str, asked: Mapping[str, Any]
@@ -357,24 +376,24 @@ class SpecbenchLM(TemplateLM):  # type: ignore[misc]
             batch_size=self.batch_size,
         )
 
-    def _answer(self, prompt: RenderedPrompt, settings: RunSettings, drafter: Drafter | None) -> Outcome:
-        """Decode one answer.
+    def _outcomes(
+        self, prompts: Sequence[RenderedPrompt], settings: RunSettings, drafter: Drafter | None
+    ) -> Iterator[Outcome]:
+        """Answer prompts, with a drafter or with the target alone.
 
         Raises:
-            UserError: the runner could not.
+            UserError: the runner could not answer one of them.
         """
-        runner = self._runner(settings)
         name = self.drafter_name if drafter is not None else "none"
-        used: dict[str, Drafter] = {name: drafter or NoDrafter()}
-        outcome: Outcome
-        (outcome,) = runner.run(
-            [Work(prompt=prompt, drafters=(name,) if drafter is not None or self.runner == "decode" else ())],
-            used,
-            lambda _count: None,
-        )
-        if outcome.errors:
-            raise UserError(f"{prompt.prompt_id}: {next(iter(outcome.errors.values()))}")
-        return outcome
+        bare = drafter is None and self.runner != "decode"
+        used: dict[str, Drafter] = {} if bare else {name: drafter or NoDrafter()}
+        work = [Work(prompt=prompt, drafters=tuple(used)) for prompt in prompts]
+        for outcome in self._runner(settings).run(work, used, lambda _count: None):
+            if outcome.errors:
+                raise UserError(
+                    f"{outcome.work.prompt.prompt_id} cannot be answered: {next(iter(outcome.errors.values()))}"
+                )
+            yield outcome
 
     def _runner(self, settings: RunSettings) -> Any:
         if self.runner == "decode":
@@ -398,15 +417,18 @@ class SpecbenchLM(TemplateLM):  # type: ignore[misc]
         found = self.acceptance.setdefault(str(request.task_name), Acceptance())
         found.add(outcome.rounds[self.drafter_name, self.depth])
 
-    def _compare(self, request: Any, prompt: RenderedPrompt, settings: RunSettings, outcome: Outcome) -> None:
-        """Answer again with the target alone and remember where the two part."""
-        alone = self._answer(prompt, settings, None)
-        ours, theirs = alone.answer_ids, outcome.answer_ids
+    def _compare(self, request: Any, alone: Outcome, outcome: Outcome) -> None:
+        """Remember where an answer with the drafter parts from the target's own."""
+        ours, theirs, prompt = alone.answer_ids, outcome.answer_ids, alone.work.prompt
         if ours == theirs:
             return
         at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
         position = min(len(ours), len(theirs)) if at is None else at
         margins = alone.margins
+        if not margins and position < len(ours):
+            # engines tell no margins; the target's own pass over its answer does
+            answerer = Answerer(self.target, taps=(), max_new_tokens=1)
+            margins = tuple(answerer.force(prompt, ours[: position + 1], "length").margins.tolist())
         entry = Lossy(
             task=str(request.task_name),
             doc=int(request.doc_id or 0),

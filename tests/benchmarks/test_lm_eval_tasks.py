@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -227,3 +228,12 @@ def test_without_lm_eval_one_sentence_says_how_to_get_it(monkeypatch: pytest.Mon
         UserError, match=r"needs lm-eval, which is not installed.*pip install 'specbench\[lm-eval\]'"
     ):
         load("gsm8k")
+
+
+def test_specbench_alone_does_not_import_lm_eval() -> None:
+    program = (
+        "import sys, specbench.benchmarks.resolve, specbench.benchmarks.scoring, specbench.cli\n"
+        "found = {'lm_eval', 'evaluate', 'datasets'} & set(sys.modules)\n"
+        "assert not found, found"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import yaml
 
 from specbench.cli import main
 from specbench.errors import UserError
+from specbench.runners.decode import DecodeRunner
 from specbench.runners.targets import Target
 
 pytest.importorskip("lm_eval", reason="needs lm-eval: pip install 'specbench[lm-eval]'")
@@ -177,10 +179,38 @@ def test_a_lossy_drafter_is_shown_token_by_token(
         found["samples"]["first_number"][entry.doc]["arguments"][0][0],
         {"until": [".", "Question:"], "max_gen_toks": 24},
     )
-    own = alone._answer(prompt, settings, None)
+    (own,) = alone._outcomes([prompt], settings, None)
     assert entry.tokens[0] == own.answer_ids[entry.position] != entry.tokens[1]
     assert entry.margin == own.margins[entry.position]
     assert f"token {entry.position} is {entry.tokens[0]} from the target alone" in entry.sentence()
+
+
+def test_an_engine_gets_all_requests_at_once_and_may_answer_in_any_order(
+    tiny_target_path: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = write_task(tmp_path, rows)
+    wanted = answers(evaluate(tiny(tiny_target_path), manager, 3))
+    calls: list[tuple[int, tuple[str, ...]]] = []
+
+    class Engine:
+        def __init__(self, target: Target, settings: Any) -> None:
+            self.inner, self.settings = DecodeRunner(target, settings), settings
+
+        def run(self, work: Any, drafters: Any, on_tokens: Any) -> Any:
+            calls.append((len(work), tuple(drafters)))
+            bare = [replace(item, drafters=()) for item in work]
+            outcomes = list(self.inner.run(work if drafters else bare, drafters, on_tokens))
+            for outcome in outcomes:
+                outcome.margins = ()
+            return reversed(outcomes)
+
+        def close(self) -> None:
+            calls.append((0, ()))
+
+    monkeypatch.setattr("specbench.runners.vllm_engine.vllm_runner", Engine)
+    model = tiny(tiny_target_path, runner="vllm", drafter="ngram", check_lossless=True)
+    assert answers(evaluate(model, manager, 3)) == wanted
+    assert calls == [(3, ("ngram",)), (3, ()), (0, ())] and model.lossy == []
 
 
 def test_the_command(
