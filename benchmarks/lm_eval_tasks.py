@@ -50,6 +50,8 @@ class LoadedTask:
     version: str
     task: Any
     """The lm-eval ``Task``."""
+    num_fewshot: int | None = None
+    """The task's own number of solved examples, where it has one."""
 
     @property
     def suite(self) -> str:
@@ -111,6 +113,8 @@ def load_tasks(spec: str) -> list[LoadedTask]:
     Raises:
         UserError: see :meth:`LmEvalSuite.load`.
     """
+    if not spec:
+        raise UserError(f"{PREFIX} needs the name of a task behind it, or a YAML file")
     require_lm_eval(f"the suite {PREFIX + spec}")
     path = Path(spec).expanduser()
     stamp = path.stat().st_mtime_ns if path.is_file() else 0
@@ -130,7 +134,10 @@ def _load(spec: str, stamp: int) -> tuple[LoadedTask, ...]:
                 found = manager.load([name])["tasks"]
         except Exception as error:  # tasks, data sets and the hub's client raise whatever they like
             raise _unloadable(spec, manager, name, error) from error
-    tasks = [LoadedTask(name=n, version=str(_version(t)), task=t) for n, t in found.items()]
+    tasks = [
+        LoadedTask(name=n, version=str(_version(t)), task=t, num_fewshot=t.get_config("num_fewshot"))
+        for n, t in found.items()
+    ]
     usable = [t for t in tasks if _output_type(t.task) == "generate_until"]
     if not usable:
         raise _wrong_type(spec, sorted({str(_output_type(t.task)) for t in tasks}))
@@ -324,11 +331,8 @@ def build_instances(
     Raises:
         UserError: see :func:`task_prompts`.
     """
-    task = loaded.task
-    own = task.get_config("num_fewshot")
-    task.set_config("num_fewshot", own if num_fewshot is None or own == 0 else num_fewshot)
-    if task.get_config("num_fewshot") is None:
-        task.set_config("num_fewshot", 0)
+    task, own = loaded.task, loaded.num_fewshot
+    task.set_config("num_fewshot", (own or 0) if num_fewshot is None or own == 0 else num_fewshot)
     task.set_fewshot_seed(seed=seed)
     if getattr(task, "MULTIMODAL", False):
         raise UserError(f"{loaded.suite} needs images or sound; specbench measures text alone, leave it out")
@@ -414,11 +418,16 @@ def _say_unused(loaded: LoadedTask, asked: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep lm-eval's chatter about defaults off the terminal."""
+    """Keep lm-eval's chatter about defaults, and progress bars of data sets, off the terminal."""
+    import datasets
+
     logger = logging.getLogger("lm_eval")
-    before = logger.level
+    before, shown = logger.level, datasets.is_progress_bar_enabled()
     logger.setLevel(logging.ERROR)
+    datasets.disable_progress_bars()
     try:
         yield
     finally:
         logger.setLevel(before)
+        if shown:
+            datasets.enable_progress_bars()

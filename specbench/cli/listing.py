@@ -33,7 +33,11 @@ def _suites() -> list[tuple[str, str]]:
     from specbench.benchmarks.resolve import load_suite
 
     rows = [(name, load_suite(name).info.description) for name in registry.names("suites")]
-    return [*rows, ("FILE.jsonl", "your own prompts: one JSON a line with turns, messages or prompt")]
+    return [
+        *rows,
+        ("FILE.jsonl", "your own prompts: one JSON a line with turns, messages or prompt"),
+        ("lm-eval:NAME", "any generate_until task of lm-eval; or lm-eval:FILE.yaml, a task file of your own"),
+    ]
 
 
 def _perturbations() -> list[tuple[str, str]]:

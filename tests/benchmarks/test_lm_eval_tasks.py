@@ -84,6 +84,8 @@ def test_prompts_are_lm_evals_messages(tmp_path: Path) -> None:
 
 
 def test_a_tasks_own_zero_is_kept(tmp_path: Path) -> None:
+    two = write_task(tmp_path, "two", num_fewshot=2)
+    assert [len(load(two, limit=1, num_fewshot=n)[0].history) for n in (1, None)] == [2, 4]
     path = write_task(tmp_path, num_fewshot=0)
     assert all(not p.history for p in load(path, num_fewshot=3, limit=2))
     assert all(not p.history for p in load(write_task(tmp_path, "other"), limit=2))
@@ -185,6 +187,8 @@ def test_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lm_eval_tasks, "_catalogue", lambda: small)
     with pytest.raises(UserError, match="no task 'gsm8k_cott'; did you mean 'lm-eval:gsm8k_cot'"):
         load("gsm8k_cott")
+    with pytest.raises(UserError, match="needs the name of a task"):
+        load("")
     with pytest.raises(UserError, match="no task file .*gone.yaml"):
         load(tmp_path / "gone.yaml")
     (tmp_path / "no.yaml").write_text("a: 1\n")

@@ -80,7 +80,10 @@ def rows(capsys: pytest.CaptureFixture[str], kind: str) -> dict[str, str]:
 def test_list_suites(capsys: pytest.CaptureFixture[str]) -> None:
     found = rows(capsys, "suites")
     wanted = ["mini", "mtbench", "gsm8k", "humaneval", "math500", "mbpp", "alpaca", "specbench480", "longctx"]
-    assert set(wanted) <= set(found) and set(registry.names("suites")) | {"FILE.jsonl"} == set(found)
+    assert set(wanted) <= set(found) and set(registry.names("suites")) | {
+        "FILE.jsonl",
+        "lm-eval:NAME",
+    } == set(found)
 
 
 def test_list_perturbations(capsys: pytest.CaptureFixture[str]) -> None:
