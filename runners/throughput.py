@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -43,6 +43,8 @@ class Level:
     """"" without speculation."""
     k: int
     users: int
+    session: int = 0
+    """Which start of the command measured it; only levels of one session are compared, machines being what they are."""
     requests: int = 0
     """Answers per repeat."""
     per_user: tuple[float, ...] = ()
@@ -93,30 +95,52 @@ def measure(
         users: numbers of users.
         depths: k.
         repeats: passes that count.
-        done: levels that need not be measured again.
+        done: levels that need not be measured again; the engine without speculation is, beside any that need it.
         on_start: hears which engine is measured.
     """
     engines: list[tuple[str, int]] = [
         (_PLAIN, 0),
         *((name, k) for name in drafters for k in sorted(set(depths))),
     ]
-    have = {(level.drafter, level.k, level.users) for level in done if level.error is None}
+    session = 1 + max((level.session for level in done), default=-1)
+    plain = {
+        (level.users, level.session) for level in done if level.drafter == _PLAIN and level.error is None
+    }
+    have = {
+        (level.drafter, level.k, level.users)
+        for level in done
+        if level.error is None and (level.users, level.session) in plain
+    }
+    missing = {
+        (name, k): [u for u in sorted(set(users)) if (name, k, u) not in have] for name, k in engines[1:]
+    }
+    needed = {u for u in users if (_PLAIN, 0, u) not in have}.union(*missing.values())
+    missing = {(_PLAIN, 0): sorted(needed), **missing}
     length = runner.length(prompts, max(depths))
     for name, k in engines:
-        wanted = [u for u in sorted(set(users)) if (name, k, u) not in have]
+        wanted = missing[name, k]
         if not wanted:
             continue
         on_start(f"throughput of {name} at k = {k}" if name else "throughput without speculation")
         try:
             engine = runner.engine_apart(drafters.get(name), k, length=length, users=max(users))
         except UserError as error:
-            yield from (Level(drafter=name, k=k, users=u, error=str(error)) for u in wanted)
+            yield from (Level(drafter=name, k=k, users=u, session=session, error=str(error)) for u in wanted)
             continue
         try:
             for u in wanted:
-                yield _level(runner, engine, prompts, drafters.get(name), name, k, u, repeats)
+                level = _level(runner, engine, prompts, drafters.get(name), name, k, u, repeats)
+                yield replace(level, session=session)
         finally:
             engine.close()
+
+
+def comparable(levels: Sequence[Level]) -> list[Level]:
+    """Return the levels that stand beside one of the engine without speculation; failed ones do not."""
+    plain = {
+        (level.users, level.session) for level in levels if level.drafter == _PLAIN and level.error is None
+    }
+    return [level for level in levels if level.error is None and (level.users, level.session) in plain]
 
 
 def _level(
@@ -226,11 +250,10 @@ def speed_up(level: Level, plain: Level) -> SpeedUp | None:
 
 def with_speed_ups(levels: Sequence[Level]) -> list[tuple[Level, SpeedUp | None]]:
     """Pair every level with its speed-up, by number of users, the engine without speculation first in each."""
-    plain = {level.users: level for level in levels if level.drafter == _PLAIN}
-    ordered = sorted(levels, key=lambda level: (level.users, level.drafter != _PLAIN))
-    return [
-        (level, speed_up(level, plain[level.users]) if level.users in plain else None) for level in ordered
-    ]
+    plain = {(level.users, level.session): level for level in levels if level.drafter == _PLAIN}
+    ordered = sorted(levels, key=lambda level: (level.users, level.session, level.drafter != _PLAIN))
+    pairs = ((level, plain.get((level.users, level.session))) for level in ordered)
+    return [(level, None if beside is None else speed_up(level, beside)) for level, beside in pairs]
 
 
 def read_levels(out: Path) -> list[Level]:
@@ -288,7 +311,7 @@ def measure_run(
         "throughput, drafter, k, users" -> why it could not be measured.
     """
     clean = [prompt for prompt in prompts if prompt.condition.id == CLEAN]
-    levels = [level for level in read_levels(out) if level.error is None]
+    levels = comparable(read_levels(out))
     found = measure(
         runner,
         clean,

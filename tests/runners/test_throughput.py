@@ -17,7 +17,15 @@ from specbench.runners import throughput, vllm_start
 from specbench.runners.pace import Meter, Pace
 from specbench.runners.runner import RunSettings
 from specbench.runners.targets import Target
-from specbench.runners.throughput import Level, measure, measure_run, read_levels, speed_up, write_levels
+from specbench.runners.throughput import (
+    Level,
+    measure,
+    measure_run,
+    read_levels,
+    speed_up,
+    with_speed_ups,
+    write_levels,
+)
 from specbench.runners.vllm_engine import VllmRunner
 from specbench.runners.vllm_start import EngineAnswer, EngineOptions, Request, VllmEngine
 from specbench.types import ConditionInfo, RenderedPrompt, Sampling, Span
@@ -210,9 +218,14 @@ def test_a_run_keeps_its_levels_and_measures_only_what_is_missing(
     assert failed == {"throughput, bad, k 3, 1 users": "vLLM does not start"}
     assert [engine.depth for engine in started] == [0, 3]
     assert once(bad=NgramDrafter(1, 3), good=NgramDrafter(1, 3)) == {}
-    assert len(started) == 3, "only the one that failed is tried again"
-    assert notes[-1] == "throughput of bad at k = 3"
-    assert sorted(level.drafter for level in read_levels(tmp_path)) == ["", "bad", "good"]
+    assert len(started) == 4, (
+        "only the one that failed is tried again, beside a fresh engine without speculation"
+    )
+    assert notes[-2:] == ["throughput without speculation", "throughput of bad at k = 3"]
+    levels = [(level.drafter, level.session) for level in read_levels(tmp_path)]
+    assert sorted(levels) == [("", 0), ("", 1), ("bad", 1), ("good", 0)]
+    assert all(faster is not None for level, faster in with_speed_ups(read_levels(tmp_path)) if level.drafter)
+    assert once(bad=NgramDrafter(1, 3), good=NgramDrafter(1, 3)) == {} and len(started) == 4
 
 
 def test_levels_are_read_back(tmp_path: Path) -> None:
