@@ -124,7 +124,9 @@ def edit_config(**changes: Any) -> Callable[[Path], None]:
 def shift_map(path: Path) -> None:
     file = path / "model.safetensors"
     tensors = load_file(file)
-    tensors["d2t"] = tensors["d2t"] + 1
+    ids = torch.arange(len(tensors["d2t"]))
+    vocab = json.loads((path / "config.json").read_text())["vocab_size"]
+    tensors["d2t"] = (ids + tensors["d2t"] + 1) % vocab - ids
     del tensors["t2d"]
     save_file(tensors, file, metadata={"format": "pt"})
 
