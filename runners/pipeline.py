@@ -578,8 +578,11 @@ def engine_lines(record: Mapping[str, Any]) -> Iterator[str]:
             "parallel_drafting",
             "prefix_cache",
         )
-        yield f"engine {engine['name']} {engine['version']} on {engine['device']}: " + ", ".join(
-            f"{name} {str(engine[name]).lower()}" for name in shown if name in engine
+        known = [name for name in shown if engine.get(name, "the server's") != "the server's"]
+        settings = ", ".join(f"{name} {str(engine[name]).lower()}" for name in known)
+        yield (
+            f"engine {engine['name']} {engine['version']} on {engine['device']}: "
+            f"{settings or 'its settings are as it was started'}"
         )
         for name, state in engine.get("defects", {}).items():
             yield f"known defect {name} of this engine: {state}"

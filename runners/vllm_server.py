@@ -220,7 +220,7 @@ class ServerRunner:
         return {
             "name": self.name,
             "version": self.version,
-            "device": "the server's",
+            "device": "the server's device",
             "url": self.server.url,
             "model": self.model,
             "dtype": "the server's",
