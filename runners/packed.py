@@ -200,6 +200,8 @@ def trace(
         "taps": ", ".join(map(str, chosen)) or "none",
         "out": _pack_line(plan, config, chat, len(chosen), Path(config.out)),
     }
+    if config.runner == "vllm":
+        details["target"] = f"{config.target}: {plan.answers} answers (one pass each, in the engine)"
     plan = replace(plan, details=details)
     observer.planned(plan, config)
     if dry_run:
