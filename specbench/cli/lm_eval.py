@@ -6,12 +6,13 @@ Example:
 
 from __future__ import annotations
 
+import difflib
 import sys
 from typing import TYPE_CHECKING
 
 import click
 
-from specbench.errors import UserError, unknown_name
+from specbench.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -77,22 +78,23 @@ def _run(words: list[str]) -> list[SpecbenchLM]:
     except UserError:
         raise
     except (ValueError, KeyError, OSError, AssertionError) as error:
-        raise _refusal(error, words) from error
+        raise _refusal(error) from error
     finally:
         sys.argv = before
     return SpecbenchLM.made[made:]
 
 
-def _refusal(error: Exception, words: list[str]) -> UserError:
-    text = " ".join(str(error.args[0] if error.args else error).split())
-    if "asks not found" in text and "--tasks" in words:
-        from lm_eval.tasks import TaskManager
+def _refusal(error: Exception) -> UserError:
+    from specbench.benchmarks.lm_eval_tasks import lm_eval_folder
 
-        known = TaskManager().all_tasks
-        names = words[words.index("--tasks") + 1].split(",")
-        missing = [name for name in names if name not in known and "*" not in name]
-        if missing:
-            return unknown_name("lm-eval task", missing[0], known)
+    text = " ".join(str(error.args[0] if error.args else error).split())
+    if "Tasks not found: " in text:
+        missing = text.partition("Tasks not found: ")[2].split(", ")[0]
+        # the files' names: lm-eval's catalogue takes many seconds to read, and has been read once already
+        known = {path.stem for path in lm_eval_folder().rglob("*.yaml")}
+        near = difflib.get_close_matches(missing, sorted(known), n=3, cutoff=0.6)
+        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "`lm_eval ls tasks` lists them"
+        return UserError(f"lm-eval has no task {missing!r}; {hint}")
     if "confirm_run_unsafe_code" in text:
         task = text.partition("task: ")[2].split(" ")[0]
         return UserError(

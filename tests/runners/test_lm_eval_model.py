@@ -240,6 +240,36 @@ def test_the_command(
 
 
 @pytest.mark.parametrize(
+    ("words", "changes", "sentence"),
+    [
+        (["--tasks", "gsm8k_cott"], {}, "lm-eval has no task 'gsm8k_cott'; did you mean"),
+        (["--tasks", "TASK"], {"unsafe_code": True}, "allow it with --confirm_run_unsafe_code"),
+        (["--tasks", "TASK", "--model_args", "target=TARGET,depht=3"], {}, "has no argument 'depht'"),
+    ],
+)
+def test_the_command_refuses_in_one_sentence(
+    tiny_target_path: Path,
+    rows: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    changes: dict[str, Any],
+    sentence: str,
+) -> None:
+    write_task(tmp_path, rows, **changes)
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))
+    task, target = str(tmp_path / "first_number.yaml"), str(tiny_target_path)
+    arguments = [] if "--model_args" in words else ["--model_args", f"target={target}"]
+    given = [w.replace("TASK", task).replace("TARGET", target) for w in words]
+    with pytest.raises(SystemExit) as stop:
+        main(["lm-eval", *given, *arguments, "--limit", "1"])
+    assert stop.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("specbench: ") and sentence in last
+
+
+@pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         ({"drafters": "ngram"}, "has no argument 'drafters'"),

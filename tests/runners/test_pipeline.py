@@ -804,7 +804,11 @@ OPTIONS: dict[str, st.SearchStrategy[Any]] = {
     "keep_traces": st.just(False),
     "engine": st.just(()),
     "url": st.none(),
+    "throughput": st.just(()),
     "trust_remote_code": st.booleans(),
+    "num_fewshot": st.none() | st.integers(0, 64),
+    "score": st.booleans(),
+    "run_generated_code": st.just(False),
     "out": WORDS,
 }
 
@@ -828,8 +832,16 @@ def test_identity_changes_with_what_is_measured_and_with_nothing_else(
     config = RunConfig(**options)
     name = data.draw(st.sampled_from(sorted(OPTIONS)))
     changed = replace(config, **{name: data.draw(OPTIONS[name])})
-    speed_only = {"out", "device", "batch_size", "keep_traces"}
-    same = changed == config or name in speed_only
+    after_the_rounds = {
+        "out",
+        "device",
+        "batch_size",
+        "keep_traces",
+        "throughput",
+        "score",
+        "run_generated_code",
+    }
+    same = changed == config or name in after_the_rounds
     assert (changed.identity() == config.identity()) == same
 
 
