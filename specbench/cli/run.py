@@ -173,7 +173,7 @@ def _print_results(out: Path) -> None:
     import pyarrow.parquet as pq
     from rich.console import Console
 
-    from specbench.results.aggregate import write_acceptance
+    from specbench.results.aggregate import connect, register, write_acceptance
     from specbench.results.attribution import attribution
     from specbench.results.attribution import render as render_parts
     from specbench.results.plots import plot_run
@@ -193,11 +193,13 @@ def _print_results(out: Path) -> None:
         console.print(block, soft_wrap=True)
         console.print()
     console.print(legend(table), style="dim")
-    scores = robustness(out)
+    connection = connect()
+    register(connection, out)
+    scores = robustness(connection=connection)
     if scores:
         console.print()
         click.echo(render(scores, "text", console.width))
-    parts = attribution(out)
+    parts = attribution(connection=connection)
     if parts:
         click.echo(render_parts(parts, "text", console.width))
     console.print()
