@@ -137,9 +137,188 @@ def make_prompts(count: int, seed: int = 0) -> list[str]:
     return list(found)
 
 
-def rows(prompts: Sequence[str]) -> list[Row]:
-    """Return prompts as ``specbench answers`` reads them."""
-    return [{"id": f"ours-{i}", "source": "ours", "turns": [text]} for i, text in enumerate(prompts)]
+# --- the second set: subjects of daily life, other languages of code, longer texts, second turns ---------------------
+
+PROBLEMS = """My {w} plays loud music late at night.|My {w} never answers my messages.|My {w} is always late.
+My {w} wants to borrow money again.|My {w} and I disagree about holidays.|My {w} forgot my birthday.
+My {w} talks too much at work.|My {w} leaves the kitchen dirty.|My {w} is angry about something I said.
+My {w} wants to change jobs and asks for my opinion.|My {w} is nervous about a driving test.
+My {w} has trouble sleeping.|My {w} broke my favourite cup and said nothing.|My {w} keeps cancelling our plans."""
+WHO = "brother|sister|flatmate|colleague|boss|cousin|friend|uncle|daughter|son|teacher|aunt"
+ASK = """What should I say?|How can I help?|What can I do about it?|Give me some honest advice.
+How should I react?|What would you suggest?"""
+DAILY = """How does {d} work? Answer in two paragraphs.|How do I clean {d}?|What should I check before buying {d}?
+Explain how to repair {d}.|Why would anyone need {d}?|List five things to know about {d}, with one line on each.
+How was {d} invented?|What is the difference between {d} and {e}? Give an everyday example of each."""
+THINGS = """a refrigerator|a washing machine|a bicycle pump|a microwave oven|a sewing machine|a thermometer
+a compass|a windmill|a dam|an elevator|a vacuum cleaner|a piano|a violin|a camera|a telescope|a kettle|a tent
+a sailing boat|a hot-air balloon|a water tap|a door lock|a zip|a fire extinguisher|a radio|a greenhouse|a well"""
+PLANS = """Suggest a {a} meal for {n} people and list the ingredients.|Plan a {a} weekend in {c}.
+Plan a {a} birthday party for {n} children.|What should I pack for a {a} trip to {c}?
+Give me a {a} morning routine with {n} steps.|Suggest {n} {a} presents for my grandmother.
+Write a {a} training plan for {n} weeks.|Name {n} {a} games for a long train ride.
+Describe a {a} evening in {c}.|Write a {a} bedtime story about {s}."""
+MANNERS = "simple|cheap|quiet|healthy|lazy|festive|short|relaxed|unusual|funny"
+PLACES = (
+    "Lisbon|Kyoto|a mountain village|Edinburgh|Mexico City|a small island|Prague|the desert|Cape Town|Oslo"
+)
+TABLES = """employees(id, name, department, salary)|books(id, title, author, year)|flights(id, origin, destination, day)
+students(id, name, grade)|products(id, name, price, stock)|invoices(id, customer_id, amount, paid)
+films(id, title, director, length)|rooms(id, hotel, beds, price)"""
+QUERIES = """Write an SQL query that counts the rows of the table {t}.
+Write an SQL query that sorts {t} by name or title.
+Write an SQL query that finds the largest value of the last column of {t}.
+Write an SQL query that lists every row of {t} whose id is greater than {n}.
+Write an SQL query that groups {t} by its second column and counts each group.
+Write an SQL statement that creates the table {t}.|Write an SQL statement that adds one row to {t}.
+Write an SQL statement that deletes old rows from {t}.
+The tables are {t} and notes(id, text). Write an SQL query that joins the two on id.
+Explain what SELECT, WHERE and GROUP BY do, with the table {t} as an example."""
+PAGES = """Write a small HTML page with a title and {h}.|Write the HTML for {h}.|Write HTML and CSS for {h}.
+Explain the HTML tags one needs for {h}."""
+HTML = """a table of three cities|a form with a name and an email field|a list of five animals|two buttons
+a link to a weather page|a picture with a caption|a menu with four entries|three paragraphs and a heading
+a numbered list of recipe steps|a footer with an address"""
+SHELLS = """ls -la /tmp
+cat notes.txt | sort | uniq
+find . -name "*.txt"
+cp -r photos backup
+tail -n 20 server.log
+du -sh * | sort -h
+chmod +x run.sh
+mkdir -p a/b/c
+head -n 5 data.csv
+ps aux | grep python
+tar -xzf site.tar.gz
+sed 's/red/blue/g' colours.txt
+curl -O https://example.org/file.zip
+echo "hello" > greeting.txt"""
+SHELL_FORMS = """Explain what this shell command does: `{x}`|What does `{x}` print?
+Explain line by line what this does: `{x}`|Give a safer or simpler way to write `{x}`."""
+SNIPPETS = """for i in range(len(names)):\\n    print(names[i])
+result = []\\nfor x in numbers:\\n    if x > 0:\\n        result.append(x * 2)
+def area(w, h):\\n    return w + h
+def first(items):\\n    return items[0]\\n\\nprint(first([]))
+i = 0\\nwhile i < 10:\\n    print(i)
+def greet(name):\\n    if name == None:\\n        return "Hello"\\n    else:\\n        return "Hello " + name
+count = 0\\nfor letter in word:\\n    if letter == "a":\\n        count = count + 1
+def total(values):\\n    sum = 0\\n    for v in values:\\n        sum = v\\n    return sum
+x = input("Age: ")\\nif x > 18:\\n    print("adult")
+data = open("log.txt").read()\\nprint(len(data.split("\\\\n")))"""
+SNIPPET_FORMS = """What is wrong with this Python code, and how do you mend it?|What does this Python code do?
+Rewrite this Python code in a simpler way and say what the new version does.|Add comments to this Python code.
+Write a test for this Python code."""
+NOTES = """pool opens 7, closes 21, children under 6 free, lockers need a coin, no glass bottles
+bus 12 from the station, every 20 minutes, get off at the church, walk left for 5 minutes
+meeting Tuesday 10, room 4, bring numbers for March, lunch afterwards, Paul is on leave
+two-room flat, third floor, balcony, no lift, quiet street, free from May, pets allowed
+concert Saturday, doors 19, no seats, tickets 15, rain or shine, bring a jacket
+workshop on pottery, 8 places, clay included, wear old clothes, ends at 17, coffee in the break
+lost grey cat, white paws, answers to Mila, last seen near the school, reward"""
+NOTE_FORMS = """Turn these notes into a short paragraph: {x}|Turn these notes into a friendly notice: {x}
+Make a bulleted list of these notes: {x}|Write an email from these notes: {x}"""
+TEXTS = """Maria unlocks the bakery before dawn. She lights the oven, kneads the dough and hums a song. At six the first
+customers knock on the window, and by eight there is no bread left.
+~Residents are reminded that bicycles must not be left in the stairwell, since they obstruct the escape route. Any
+bicycle found there after the first of the month will be removed.
+~Peel the potatoes, cut them into thin slices and rinse them. Warm the milk with garlic, lay the slices in a dish, pour
+the milk over them and bake for an hour.
+~we was waiting for the bus since one hour and it dont came so we goes home by feet and now my shoes is broke
+~I am writing again because nobody answered me. The heater does not work, it is freezing in here, and if you do not send
+somebody today I will call the mayor.
+~In view of the fact that the number of visitors has gone down to a considerable extent, a decision has been reached to
+shorten the opening hours of the exhibition until further notice.
+~The river rises in the hills, passes three old mills and joins the sea near a small fishing port, where herons stand in
+the shallows every morning."""
+TEXT_FORMS = """Rewrite this in the past tense: "{x}"|Shorten this to one sentence: "{x}"|Correct the grammar: "{x}"
+Rewrite this for young children: "{x}"|Put this into a numbered list: "{x}"|Rewrite this politely: "{x}"
+Summarise this in a few words: "{x}"|Rewrite this as a short poem: "{x}"|What is this text about? "{x}"
+Rewrite this in the first person: "{x}\""""
+LONGER_SUMS = """{p1} bakes {b} trays of {c} rolls and sells {a} of them. How many are left? Show each step.
+A film starts at {h}:{m} and lasts {a} minutes. When does it end?|Solve {b}x + {c} = {d} for x and check the answer.
+A shop takes {b} percent off a coat of {a} dollars. What does it cost now? Explain each step.
+{p1} and three friends share a bill of {a} dollars. How much does each pay?
+A tank holds {a} litres and loses {b} litres an hour. How long until it is empty?
+Adults pay {b} dollars and children {c}. How much do {c} adults and {b} children pay together?
+A field is {a} metres long and {b} metres wide. How long is a fence around it?
+What is {b} percent of {a}? Explain the calculation in words.|{p1} walks {b} km in {c} hours. How fast is that?"""
+FOLLOWED = """Write a short poem about {s}.~Now write it again from the point of view of a child.
+Name {n} facts about {s}.~Which of these is the most surprising, and why?
+Explain {s} in a few sentences.~Now explain it to {p}.
+Write a short email to my landlord about {d} that does not work.~Make the email shorter and more polite.
+Plan a day in {c} for two people.~It will be very hot. Change the plan for that.
+Recommend {n} books about {s}.~Which one should I read first?
+What are the main steps to repair {d}?~Which tools do I need for that?
+Write a Python function that {f}.~Add a docstring and handle empty input. Show the whole function.
+Give me a list of {n} words about {s}.~Write one paragraph that uses as many of these words as you can.
+{p1} buys {b} notebooks at {e2} dollars each. How much is that?~Take 10 percent off. What is the new price?
+Explain what insurance is to {p}.~Give an example with numbers.
+What are the pros and cons of {s}?~Summarise your answer in one sentence.
+Write a dialogue between a customer and someone who sells {d}.~Continue the dialogue with four more lines.
+Suggest a simple meal for {n} people.~One of them eats no meat. Change the recipe.
+Tell me a short story about {s}.~Give the story a different ending."""
+
+
+def make_more(count: int, seed: int = 0) -> list[list[str]]:
+    """Return ``count`` different conversations of the second set, a third of them with a second turn."""
+    random_ = random.Random(seed)
+    subjects, people, things = _parts(SUBJECTS), _parts(PEOPLE), _parts(THINGS)
+    whole = [text.replace("\n", " ").strip() for text in TEXTS.split("~")]
+    snippets = [line.replace("\\n", "\n") for line in SNIPPETS.split("\n")]
+
+    def pick(text: str) -> str:
+        return random_.choice(_parts(text))
+
+    def fill(form: str) -> str:
+        d, e = random_.sample(things, 2)
+        return form.format(
+            s=random_.choice(subjects), p=random_.choice(people), d=d, e=e, n=random_.choice(NUMBERS),
+            c=pick(PLACES), a=pick(MANNERS), f=pick(CODE), p1=random_.choice(NAMES), b=random_.randint(2, 25),
+            e2=random_.randint(2, 9),
+        )  # fmt: skip
+
+    def sums() -> str:
+        b, c = random_.randint(2, 24), random_.randint(3, 12)
+        return pick(LONGER_SUMS).format(
+            a=random_.randint(30, 400), b=b, c=c, d=b * random_.randint(2, 12) + c, h=random_.randint(13, 21),
+            m=random_.randint(10, 59), p1=random_.choice(NAMES),
+        )  # fmt: skip
+
+    def one() -> list[str]:
+        kind = random_.random()
+        if kind < 0.33:
+            return fill(random_.choice(FOLLOWED.split("\n"))).split("~")
+        if kind < 0.45:
+            return [pick(PROBLEMS).format(w=pick(WHO)) + " " + pick(ASK)]
+        if kind < 0.55:
+            return [fill(pick(DAILY))]
+        if kind < 0.65:
+            return [fill(pick(PLANS))]
+        if kind < 0.72:
+            return [pick(QUERIES).format(t=pick(TABLES), n=random_.randint(2, 90))]
+        if kind < 0.75:
+            return [pick(PAGES).format(h=pick(HTML))]
+        if kind < 0.79:
+            return [pick(SHELL_FORMS).format(x=random_.choice(SHELLS.split("\n")))]
+        if kind < 0.83:
+            return [f"{pick(SNIPPET_FORMS)}\n\n```python\n{random_.choice(snippets)}\n```"]
+        if kind < 0.86:
+            return [pick(NOTE_FORMS).format(x=random_.choice(NOTES.split("\n")))]
+        if kind < 0.93:
+            return [pick(TEXT_FORMS).format(x=random_.choice(whole))]
+        return [sums()]
+
+    found: dict[tuple[str, ...], None] = {}
+    while len(found) < count:
+        found[tuple(one())] = None
+    return [list(turns) for turns in found]
+
+
+def rows(prompts: Sequence[Sequence[str]], source: str = "ours") -> list[Row]:
+    """Return conversations as ``specbench answers`` reads them."""
+    return [
+        {"id": f"{source}-{i}", "source": source, "turns": list(turns)} for i, turns in enumerate(prompts)
+    ]
 
 
 def mix(ours: Sequence[Row], others: Sequence[Row], most: Mapping[str, int], seed: int = 0) -> list[Row]:
@@ -175,11 +354,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--second", action="store_true", help="the second set: daily life, code, second turns"
+    )
     parser.add_argument("--mix", type=Path, help="prompts of another file to shuffle in")
     parser.add_argument("--most", type=_limit, action="append", default=[], metavar="SOURCE=N")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    found = rows(make_prompts(options.count, options.seed))
+    if options.second:
+        found = rows(make_more(options.count, options.seed), "more")
+    else:
+        found = rows([[text] for text in make_prompts(options.count, options.seed)])
     if options.mix is not None:
         others = [json.loads(line) for line in options.mix.read_text().split("\n") if line]
         found = mix(found, others, dict(options.most), options.seed)
