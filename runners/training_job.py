@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from specbench.drafters.checkpoints.mtp import check_final_norm
+from specbench.drafters.dflash import DFlashConfig
 from specbench.drafters.eagle3 import default_taps
 from specbench.drafters.training.card import CardFacts, make_card
 from specbench.drafters.training.data import Example, TapSource, check_examples
@@ -24,8 +25,9 @@ from specbench.drafters.training.history import LogRow, plot_log
 from specbench.drafters.training.kinds import TrainConfig, cache_taps, choose_mask, make_model, save
 from specbench.drafters.training.processes import Processes
 from specbench.drafters.training.recipe import Arm, make_config
+from specbench.drafters.training.start import Start, read_start
 from specbench.drafters.training.trainer import PackOrder, Trainer, TrainingData
-from specbench.drafters.training.vocabulary import Vocabulary, choose_vocabulary
+from specbench.drafters.training.vocabulary import Vocabulary, choose_vocabulary, given_vocabulary
 from specbench.errors import UserError
 from specbench.runners.answer_file import read_answers
 from specbench.runners.targets import Target
@@ -59,6 +61,8 @@ class TrainingJob:
     dtype: str = "auto"
     trust_remote_code: bool = False
     data: str = "prompts of the user's own"
+    start: Path | None = None
+    """Directory with a drafter of every arm's name to go on from; with ``flat`` that drafter's own."""
 
 
 class TrainingObserver:
@@ -93,18 +97,22 @@ def drafter_sizes(target: Target, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _configs(
-    job: TrainingJob, target: Target, examples: Sequence[Example], draft_vocab: int
+    job: TrainingJob, target: Target, examples: Sequence[Example], draft_vocab: int, starts: Sequence[Start]
 ) -> list[TrainConfig]:
     """Return every arm's configuration; block drafters get a mask token and the taps of the others."""
     sizes = drafter_sizes(target, job.sizes) | ({} if job.taps is None else {"taps": job.taps})
     configs: list[TrainConfig] = []
-    for arm in job.arms:
+    for index, arm in enumerate(job.arms):
         own = dict(arm.switches)
         if arm.drafter == "mtp":
             check_final_norm(target.weights())
         if arm.drafter == "dflash":
+            old = starts[index].config if starts else None
             own.setdefault(
-                "mask_token_id", choose_mask(examples, target.info.vocab_size, target.info.stop_ids)
+                "mask_token_id",
+                old.mask_token_id
+                if isinstance(old, DFlashConfig)
+                else choose_mask(examples, target.info.vocab_size, target.info.stop_ids),
             )
             own.setdefault("taps", job.taps or default_taps(target.info.num_layers))
         configs.append(make_config(target.info, draft_vocab, sizes, own, arm.drafter))
@@ -121,8 +129,24 @@ def _split(examples: Sequence[Example], held_out: int) -> tuple[Sequence[Example
     return examples[:cut], examples[cut:]
 
 
-def _vocabulary(job: TrainingJob, examples: Sequence[Example], vocab_size: int) -> Vocabulary:
+def _starts(job: TrainingJob, target: Target) -> list[Start]:
+    if job.start is None:
+        return []
+    where = [job.start if job.flat else job.start / arm.name for arm in job.arms]
+    starts = [read_start(path, target.weights()) for path in where]
+    if len({start.target_ids for start in starts}) > 1:
+        raise UserError(
+            f"the drafters under {job.start} have different draft vocabularies; train them one by one"
+        )
+    return starts
+
+
+def _vocabulary(
+    job: TrainingJob, examples: Sequence[Example], vocab_size: int, starts: Sequence[Start]
+) -> Vocabulary:
     answers = [e.answer_ids for e in examples]
+    if starts:
+        return given_vocabulary(starts[0].target_ids, answers)
     size = job.draft_vocab
     if size is None:
         size = min(32_000, vocab_size, len({token for answer in answers for token in answer}))
@@ -203,12 +227,15 @@ def run_job(
     if dropped:
         observer.note(f"{len(dropped)} answers of one token or beyond the target's positions are left out")
     training, held_out = _split(examples, job.held_out)
-    vocabulary = _vocabulary(job, training, target.info.vocab_size)
+    starts = _starts(job, target)
+    vocabulary = _vocabulary(job, training, target.info.vocab_size, starts)
     if vocabulary.padded:
         observer.note(
             f"{vocabulary.padded} of {len(vocabulary.target_ids)} draft-vocabulary entries occur in no answer"
         )
-    configs = _configs(job, target, examples, len(vocabulary.target_ids))
+    configs = _configs(job, target, examples, len(vocabulary.target_ids), starts)
+    for start, config in zip(starts, configs, strict=False):
+        start.check(config)
     source = _source(job, target, cache_taps(configs), examples, observer, processes)
     share = agreement(examples[:_SAMPLE], source)
     if share < _LOW_AGREEMENT:
@@ -218,10 +245,13 @@ def run_job(
         )
     data = TrainingData(examples=training, held_out=held_out, source=source)
     results: dict[str, float | None] = {}
-    for arm, config in zip(job.arms, configs, strict=True):
+    for index, (arm, config) in enumerate(zip(job.arms, configs, strict=True)):
         out = job.out if job.flat else job.out / arm.name
         arm = _with_steps(arm, training, processes.world)
-        trainer = Trainer(config, vocabulary.target_ids, target.weights(), data, arm.setting, out, processes)
+        trainer = Trainer(
+            config, vocabulary.target_ids, target.weights(), data, arm.setting, out, processes,
+            start=starts[index] if starts else None,
+        )  # fmt: skip
         if arm.branch is not None:
             trainer.branch(job.out / arm.branch)
         observer.arm(arm.name, arm.setting.steps, trainer.step)
@@ -274,6 +304,8 @@ def _finish(
         seconds=trainer.seconds,
         hardware=hardware(target.device),
         command=command,
+        start=None if trainer.start is None else trainer.start.name,
+        history=() if trainer.start is None else trainer.start.history,
     )
     (out / "README.md").write_text(make_card(facts))
     return report.accepted_per_round

@@ -42,6 +42,10 @@ class CardFacts:
     """Suite -> accepted per round at k = 8, greedy, as ``specbench run`` measures it."""
     signs: Sequence[str] = ()
     """Sentences on the published signs."""
+    start: str | None = None
+    """Name of the drafter it went on from."""
+    history: Sequence[str] = ()
+    """Rows of that drafter's card on how it was made."""
 
 
 def _schedule(setting: TrainSetting) -> str:
@@ -73,8 +77,9 @@ def make_card(facts: CardFacts) -> str:
         f"| loss | forward KL on the draft vocabulary, step weights {s.chain.decay}^i, answer tokens |",
         f"| optimiser | AdamW {s.optim.betas}, learning rate {s.optim.lr:g}, warm-up {s.optim.warmup:.0%}, "
         f"{_schedule(s)}, clip {s.optim.clip}; {s.precision} compute, float32 weights; seed {s.seed} |",
-        f"| start | {_start(s)} |",
+        f"| start | {_start(s) if facts.start is None else 'the weights of ' + facts.start + ', made as follows'} |",
         f"| cost | {facts.seconds / 60:.0f} minutes in training steps on {facts.hardware} |",
+        *(_before(row) for row in facts.history),
         "",
         f"## Held-out answers ({facts.num_held_out} of them, {h.rounds} rounds, k = {len(h.accuracy)}, greedy)",
         "",
@@ -104,6 +109,12 @@ def make_card(facts: CardFacts) -> str:
         lines += ["", "## Published signs", "", *(f"- {sentence}" for sentence in facts.signs)]
     lines += ["", "## Made with", "", "```", facts.command, "```", ""]
     return "\n".join(lines)
+
+
+def _before(row: str) -> str:
+    """Mark a row of an older card: ``| steps | 10 |`` becomes ``| steps, before | 10 |``."""
+    name, rest = row[2:].split(" |", 1)
+    return f"| {name}, before |{rest}"
 
 
 def _start(setting: TrainSetting) -> str:

@@ -73,6 +73,8 @@ class Recipe:
     sizes: Mapping[str, Any]
     """Fields that all arms' configurations share (heads, widths, ``head``)."""
     arms: tuple[Arm, ...]
+    start: Path | None = None
+    """Directory with a drafter of every arm's name, whose weights it goes on from."""
 
 
 def arm_switches(name: str) -> Mapping[str, Any]:
@@ -183,4 +185,5 @@ def read_recipe(path: Path) -> Recipe:
         held_out=data["held_out"],
         sizes=data["sizes"],
         arms=tuple(arms),
+        start=path.parent / data["start"] if "start" in data else None,
     )

@@ -27,6 +27,7 @@ from specbench.drafters.training.initial import Init, initialise
 from specbench.drafters.training.kinds import TrainConfig, TrainModel, make_model, source_for, with_depth
 from specbench.drafters.training.optimiser import Masters, OptimSetting, learning_rate
 from specbench.drafters.training.processes import ALONE, Processes
+from specbench.drafters.training.start import Start, take_weights
 from specbench.drafters.training.step import ChainSetting, loss_of
 from specbench.errors import UserError
 from specbench.types import TargetWeights
@@ -140,6 +141,7 @@ class Trainer:
         setting: TrainSetting,
         out: Path,
         processes: Processes = ALONE,
+        start: Start | None = None,
     ) -> None:
         """Prepare; takes up ``out``'s checkpoint where there is one.
 
@@ -151,6 +153,7 @@ class Trainer:
             setting: how.
             out: directory of checkpoints, log and, at the end, the drafter.
             processes: for several GPUs.
+            start: a drafter whose weights to go on from; ``setting.init`` then has no effect.
 
         Raises:
             UserError: ``out`` holds another run.
@@ -159,7 +162,11 @@ class Trainer:
         self.target, self.setting, self.out, self.processes = target, setting, out, processes
         self.data = replace(data, source=source_for(config, data.source))
         self.model = make_model(self.config, target, target_ids, torch.float32)
-        initialise(self.model, target, setting.init, setting.seed)
+        self.start = start
+        if start is None:
+            initialise(self.model, target, setting.init, setting.seed)
+        else:
+            take_weights(self.model, start)
         self.work = self.model
         if setting.precision == "bf16":
             self.work = make_model(self.config, target, target_ids, torch.bfloat16)
@@ -316,6 +323,8 @@ class Trainer:
             "answers": ids,
             "processes": self.processes.world,
         }
+        if self.start is not None:
+            identity["start"] = self.start.fingerprint
         return dict(json.loads(json.dumps(identity, default=list)))
 
     def _save(self, name: str) -> None:

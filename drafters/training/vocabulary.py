@@ -27,6 +27,17 @@ class Vocabulary:
     """Entries that no answer used: the lowest ids not taken yet."""
 
 
+def given_vocabulary(target_ids: Sequence[int], answers: Iterable[Sequence[int]]) -> Vocabulary:
+    """Return a choice made elsewhere, with what it holds of these answers."""
+    counts = Counter(token for answer in answers for token in answer)
+    covered = sum(counts[token] for token in target_ids)
+    return Vocabulary(
+        target_ids=tuple(target_ids),
+        coverage=covered / max(1, counts.total()),
+        padded=sum(token not in counts for token in target_ids),
+    )
+
+
 def choose_vocabulary(answers: Iterable[Sequence[int]], *, size: int, vocab_size: int) -> Vocabulary:
     """Take the ``size`` most frequent tokens; ties go to the lower id, and low ids fill up what is left.
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _WITH_RECIPE = (
     "recipe", "arms", "target", "answers", "out", "cache", "cache_gb", "device", "dtype", "trust_remote_code",
-    "checkpoint_minutes",
+    "checkpoint_minutes", "start",
 )  # fmt: skip
 
 
@@ -48,6 +48,7 @@ _WITH_RECIPE = (
 @click.option("--own-head", is_flag=True, help="Train an output head of its own instead of sharing the target's rows.")
 @click.option("--loss-on", type=click.Choice(("answer", "all")), default="answer", show_default=True, help="Tokens that count.")
 @click.option("--init", type=click.Choice(("target", "random")), default="target", show_default=True, help="target: start from the target's last block and final norm.")
+@click.option("--start", type=click.Path(file_okay=False), help="Go on from the weights of this drafter, with its draft vocabulary; with --recipe: a directory with one of every arm's name.")
 @click.option("--precision", type=click.Choice(("bf16", "fp32")), default="bf16", show_default=True, help="Of forward and backward; the optimiser's weights are float32.")
 @click.option("--held-out", type=int, default=64, show_default=True, help="Answers at the end of the file that are kept out and judged on.")
 @click.option("--cache", type=click.Path(file_okay=False), help="Directory for the target's states, computed once (bf16). Default: computed anew for every pack.")
@@ -120,6 +121,7 @@ def _recipe_job(options: dict[str, Any]) -> TrainingJob:
         held_out=recipe.held_out,
         sizes=recipe.sizes,
         data=recipe.data,
+        start=Path(options["start"]) if options["start"] else recipe.start,
         **_place(options),
     )
 
@@ -163,6 +165,7 @@ def _single_job(options: dict[str, Any]) -> TrainingJob:
         held_out=options["held_out"],
         taps=options["taps"],
         sizes=sizes,
+        start=Path(options["start"]) if options["start"] else None,
         **_place(options),
     )
 

@@ -28,25 +28,41 @@ def test_prompts_are_distinct_and_follow_from_the_seed(module: Any) -> None:
     assert not [p for p in prompts if "{" in p or "}" in p]
 
 
+def test_the_second_set_has_second_turns(module: Any) -> None:
+    talks = module.make_more(600, seed=1)
+    assert len({tuple(talk) for talk in talks}) == 600
+    assert talks == module.make_more(600, seed=1) and talks != module.make_more(600, seed=2)
+    assert {len(talk) for talk in talks} == {1, 2}
+    assert 0.25 < sum(len(talk) == 2 for talk in talks) / 600 < 0.45
+    assert not [turn for talk in talks for turn in talk if "{" in turn or "}" in turn or "~" in turn]
+
+
+def everything(module: Any) -> set[str]:
+    """All prompts of both sets that a recipe could draw, as far as 5,000 draws of each show them."""
+    return {turn.lower() for talk in module.make_more(5000) for turn in talk} | {
+        prompt.lower() for prompt in module.make_prompts(5000)
+    }
+
+
 def turns(path: Path) -> set[str]:
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     return {turn.strip().lower() for row in rows for turn in row["turns"]}
 
 
 def test_none_is_in_the_built_in_set(module: Any) -> None:
-    ours = {p.lower() for p in module.make_prompts(5000)}
+    ours = everything(module)
     assert not ours & turns(ROOT / "benchmarks" / "data" / "mini.jsonl")
 
 
 @pytest.mark.data
 def test_none_is_in_a_public_set(module: Any, data_dir: Path) -> None:
-    ours = {p.lower() for p in module.make_prompts(5000)}
+    ours = everything(module)
     for name in ("alpaca_eagle", "mt_bench", "qa_eagle"):
         assert not ours & turns(data_dir / f"{name}.jsonl")
 
 
 def test_mixing_keeps_so_many_of_a_source(module: Any) -> None:
-    ours = module.rows(module.make_prompts(20))
+    ours = module.rows([[prompt] for prompt in module.make_prompts(20)])
     others = [{"id": f"{s}-{i}", "source": s, "turns": ["?"]} for s in ("a", "b") for i in range(30)]
     mixed = module.mix(ours, others, {"a": 7}, seed=3)
     found = [row["source"] for row in mixed]

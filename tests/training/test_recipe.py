@@ -82,6 +82,19 @@ def test_the_bundled_recipe_has_the_arms_of_the_zoo() -> None:
     assert {f"{a}-ttt{n}" for a in ("eagle3", "eagle3.1") for n in (2, 4, 8)} <= names
     shared = {(a.setting.steps, a.setting.seed, a.setting.batch_rows, a.setting.optim) for a in recipe.arms}
     assert len(shared) == 1
+    further = read_recipe(file.with_name("further.yaml"))
+    assert further.start is not None and recipe.start is None
+    assert (
+        {"eagle3", "eagle3-fcnorm", "eagle3.1", "eagle3-gated", "eagle3.1-gated"}
+        <= {arm.name for arm in further.arms}
+        <= names
+    )
+    assert len({repr(arm.setting) for arm in further.arms}) == 1
+    assert (further.draft_vocab, further.held_out, further.sizes) == (
+        recipe.draft_vocab,
+        recipe.held_out,
+        recipe.sizes,
+    )
 
 
 def test_arms_are_what_their_names_say() -> None:
