@@ -1,7 +1,7 @@
 """The target's own answers as a file: what drafters are trained on.
 
 One JSON object a line: ``{"id": "gsm8k-7", "p": [prompt ids], "g": [answer ids], "finish": "stop"}``. Writing goes on
-where an earlier run stopped; the ids it wrote are never changed.
+where an earlier run stopped; the ids it wrote are never changed. A second turn is a line of its own, ``gsm8k-7#2``.
 
 Example:
     write_answers(answerer, chat, read_training_prompts(Path("prompts.jsonl")), Path("answers.jsonl"))
@@ -10,10 +10,10 @@ Example:
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from specbench.errors import UserError
 from specbench.perturbations.rendering import ChatTokenizer
@@ -73,20 +73,43 @@ def read_answers(path: Path, vocab_size: int | None = None) -> list[Answer]:
     return answers
 
 
-def render_prompts(prompts: Sequence[Prompt], chat: ChatTokenizer, seed: int) -> list[RenderedPrompt]:
-    """Render first turns under the clean condition; training sees the template that users serve."""
+def render_turn(
+    prompts: Sequence[Prompt], turn: int, said: Mapping[str, Sequence[int]], chat: ChatTokenizer, seed: int
+) -> list[RenderedPrompt]:
+    """Render one turn under the clean condition; training sees the template that users serve.
+
+    Args:
+        prompts: conversations that have such a turn.
+        turn: from 0.
+        said: line id -> the answer's ids, for the turns before.
+        chat: the target's tokenizer and template.
+        seed: for conditions that draw.
+    """
     (clean,) = resolve_conditions([CLEAN])
-    return [clean.render(prompt, 0, (), chat, seed) for prompt in prompts]
+    rendered = []
+    for prompt in prompts:
+        earlier = [
+            str(chat.tokenizer.decode(list(said[line_id(prompt.id, before)]), skip_special_tokens=True))
+            for before in range(turn)
+        ]
+        rendered.append(clean.render(prompt, turn, earlier, chat, seed))
+    return rendered
 
 
-def _finished(out: Path) -> set[str]:
-    """Ids already in the file; a half-written last line is cut off."""
+def line_id(prompt_id: str, turn: int) -> str:
+    """Return the id of a turn's line: that of the prompt, from the second turn on with ``#2`` behind it."""
+    return prompt_id if turn == 0 else f"{prompt_id}#{turn + 1}"
+
+
+def _finished(out: Path) -> dict[str, Sequence[int]]:
+    """Answers already in the file by line id; a half-written last line is cut off."""
     if not out.exists():
-        return set()
+        return {}
     whole, _, rest = out.read_bytes().rpartition(b"\n")
     if rest:
         out.write_bytes(whole + b"\n" if whole else b"")
-    return {str(json.loads(line)["id"]) for line in out.read_text().splitlines()}
+    rows = [json.loads(line) for line in out.read_text().split("\n") if line]
+    return {str(row["id"]): row["g"] for row in rows}
 
 
 def write_answers(
@@ -98,35 +121,42 @@ def write_answers(
     seed: int = 0,
     on_progress: Callable[[int, int], None] = lambda _done, _all: None,
 ) -> int:
-    """Append the target's answers to ``out``; return how many were new.
+    """Append the target's answers to ``out``, one a turn; return how many were new.
 
     Args:
         answerer: target and setting.
         chat: its tokenizer and template.
-        prompts: only first turns are answered.
+        prompts: every turn is answered, behind the target's own answers to those before it.
         out: the file; ids already there are skipped.
         seed: for conditions that draw (the clean one does not).
         on_progress: called with (finished, all).
     """
-    done = _finished(out)
-    waiting = [p for p in prompts if p.id not in done]
+    said = _finished(out)
+    before = len(said)
+    everything = sum(len(p.turns) for p in prompts)
+    waiting = [p for p in prompts if any(line_id(p.id, turn) not in said for turn in range(len(p.turns)))]
     out.parent.mkdir(parents=True, exist_ok=True)
     for chunk in _chunks(waiting):
-        lines = {}
-        for trace in answerer.answer(render_prompts(chunk, chat, seed)):
-            row = {
-                "id": trace.prompt.prompt_id,
-                "p": list(trace.prompt.token_ids),
-                "g": list(trace.answer_ids),
-                "finish": trace.finish,
-            }
-            lines[trace.prompt.prompt_id] = json.dumps(row, separators=(",", ":"))
-        with out.open("a") as file:
-            # in the prompts' order, not in the order of finishing: the file is the same on every run
-            file.write("".join(lines[p.id] + "\n" for p in chunk))
-        done |= lines.keys()
-        on_progress(len(done), len(prompts))
-    return len(waiting)
+        for turn in range(max(len(p.turns) for p in chunk)):
+            asked = [p for p in chunk if len(p.turns) > turn and line_id(p.id, turn) not in said]
+            if not asked:
+                continue
+            lines = {}
+            for trace in answerer.answer(render_turn(asked, turn, said, chat, seed)):
+                name = line_id(trace.prompt.prompt_id, turn)
+                row: dict[str, Any] = {
+                    "id": name,
+                    "p": list(trace.prompt.token_ids),
+                    "g": list(trace.answer_ids),
+                    "finish": trace.finish,
+                }
+                lines[name] = json.dumps(row, separators=(",", ":"))
+                said[name] = row["g"]
+            with out.open("a") as file:
+                # in the prompts' order, not in the order of finishing: the file is the same on every run
+                file.write("".join(lines[line_id(p.id, turn)] + "\n" for p in asked))
+            on_progress(len(said), everything)
+    return len(said) - before
 
 
 def _chunks(prompts: Sequence[Prompt]) -> Iterator[Sequence[Prompt]]:

@@ -79,4 +79,4 @@ def answers(
         new = write_answers(
             answerer, ChatTokenizer(loaded.tokenizer), found, Path(out), seed=seed, on_progress=progress.done
         )
-    click.echo(f"{out}: {new} new answers, {len(found)} in all; next: specbench train --answers {out}")
+    click.echo(f"{out}: {new} new answers, {sum(len(p.turns) for p in found)} in all; next: specbench train --answers {out}")

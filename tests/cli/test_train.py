@@ -56,6 +56,42 @@ def test_answers_go_on_where_they_stopped(answers: Path, tiny_target_path: Path,
     assert out.read_text() == answers.read_text()
 
 
+def test_every_turn_is_answered_behind_the_answers_before_it(tiny_target_path: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    talks = [{"id": "one", "turns": ["Hi"]}, {"id": "two", "turns": ["Hello there", "And then?", "More"]}]
+    prompts, out = tmp_path / "talks.jsonl", tmp_path / "answers.jsonl"
+    prompts.write_text("".join(json.dumps(talk) + "\n" for talk in talks))
+    command = (
+        "answers",
+        "--prompts",
+        prompts,
+        "--target",
+        tiny_target_path,
+        "--out",
+        out,
+        "--max-new-tokens",
+        9,
+    )
+    run(*command)
+    rows = {row["id"]: row for row in map(json.loads, out.read_text().splitlines())}
+    assert list(rows) == ["talks/one", "talks/two", "talks/two#2", "talks/two#3"]
+    tokenizer = AutoTokenizer.from_pretrained(tiny_target_path)
+    history: list[dict[str, str]] = []
+    for turn, name in enumerate(("talks/two", "talks/two#2", "talks/two#3")):
+        history.append({"role": "user", "content": talks[1]["turns"][turn]})
+        text = tokenizer.apply_chat_template(history, add_generation_prompt=True, tokenize=False)
+        assert rows[name]["p"] == tokenizer(text, add_special_tokens=False).input_ids
+        history.append(
+            {"role": "assistant", "content": tokenizer.decode(rows[name]["g"], skip_special_tokens=True)}
+        )
+    # a run that stopped between two turns ends the same
+    whole = out.read_text()
+    out.write_text("".join(whole.splitlines(keepends=True)[:3]))
+    run(*command)
+    assert out.read_text() == whole
+
+
 def test_train_leaves_a_drafter_that_runs(
     answers: Path, tiny_target_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
