@@ -1,7 +1,8 @@
 """The target's answers, batched, as traces.
 
 Sequences are answered in buckets of similar length over a fixed number of slots; a slot whose answer ended is given
-to the next prompt at once. Nothing an answer contains depends on what shares its batch, up to floating-point ties.
+to the next prompt at once. What prompts of one condition begin with (a long system prompt) is run once for all of
+them. Nothing an answer contains depends on what shares its batch, up to floating-point ties.
 
 Example:
     answerer = Answerer(target, taps=(2, 15, 27), max_new_tokens=128)
@@ -12,7 +13,7 @@ Example:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from specbench.errors import UserError
-from specbench.runners.engine import Engine, Segment, TapRecorder, UnsupportedModelError
+from specbench.runners.engine import Engine, Prefix, Segment, TapRecorder, UnsupportedModelError
 from specbench.runners.sampling import Choice, choose, describe, stream
 from specbench.runners.stopping import Ending
 from specbench.runners.targets import Target
@@ -30,8 +31,21 @@ from specbench.types import AnswerPath, RenderedPrompt, Sampling, Trace
 _PREFILL_TOKENS = 2048
 _LOGIT_ROWS = 256
 _SMALLEST_BUCKET = 256
+_SMALLEST_SHARED_BUCKET = 512
+"""Larger, so that a prefix is seldom needed in two buckets: what follows it is short as a rule."""
+_LEAST_SHARED = 64
+"""A shorter common beginning is not worth the bookkeeping."""
+_ROOM_TO_GROW = 512
+"""Positions beyond a forced answer's own, so that the next one under the same system prompt fits too."""
 
 Finish = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Shared:
+    """Token ids that several prompts begin with; equal to itself only, so that looking one up costs nothing."""
+
+    ids: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -46,6 +60,17 @@ class _Request:
     answer: list[int] = field(default_factory=list)
     facts: list[tuple[float, float, float]] = field(default_factory=list)
     """(logprob, margin, entropy) per answer token."""
+    shared: _Shared | None = None
+
+    @property
+    def skipped(self) -> int:
+        """Prompt tokens that the prefix holds."""
+        return 0 if self.shared is None else len(self.shared.ids)
+
+    @property
+    def own(self) -> int:
+        """Positions of its own: what follows the shared ids, and the answer."""
+        return len(self.prompt.token_ids) - self.skipped + self.limit
 
     @property
     def length(self) -> int:
@@ -66,6 +91,30 @@ def answer_limit(prompt: RenderedPrompt, max_new_tokens: int, max_positions: int
             f"has {max_positions} positions; use shorter lengths or leave it out"
         )
     return min(prompt.max_new_tokens or max_new_tokens, room)
+
+
+def common_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many items two sequences begin with in common."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _share(requests: Sequence[_Request]) -> None:
+    """Find what requests of one condition begin with in common; each keeps a last prompt token of its own."""
+    alike: dict[tuple[str, tuple[int, ...]], list[_Request]] = {}
+    for request in requests:
+        ids = request.prompt.token_ids
+        if len(ids) > _LEAST_SHARED:
+            alike.setdefault((request.prompt.condition.id, ids[:_LEAST_SHARED]), []).append(request)
+    for group in alike.values():
+        if len(group) < 2:
+            continue
+        prompts = [request.prompt.token_ids for request in group]
+        # whatever the first and the last in sorted order share, all between them share
+        length = min(common_length(min(prompts), max(prompts)), min(map(len, prompts)) - 1)
+        shared = _Shared(prompts[0][:length])
+        for request in group:
+            request.shared = shared
 
 
 def kv_bytes_per_token(model: Any) -> int:
@@ -111,6 +160,8 @@ class Answerer:
             cuda = target.device.type == "cuda"
             kv_budget = int(torch.cuda.mem_get_info(target.device)[0] * 0.4) if cuda else 2 << 30
         self.kv_budget = kv_budget
+        self._forced: tuple[Engine, tuple[int, ...]] | None = None
+        """The slot that the last forced answer filled, and with which ids: the next one may begin alike."""
 
     def answer(self, prompts: Sequence[RenderedPrompt]) -> Iterator[Trace]:
         """Yield one trace per prompt, in the order they finish.
@@ -118,10 +169,12 @@ class Answerer:
         Raises:
             UserError: a prompt fills the target's positions.
         """
+        self._forced = None
         requests = [self._request(p) for p in prompts]
+        _share(requests)
         try:
-            for length, bucket in self._buckets(requests):
-                yield from self._run_bucket(bucket, length)
+            for bucket in self._buckets(requests):
+                yield from self._run_bucket(bucket)
         except UnsupportedModelError:
             done = {id(r) for r in requests if r.answer}
             for request in requests:
@@ -157,42 +210,84 @@ class Answerer:
         limit = answer_limit(prompt, self.max_new_tokens, self.target.info.max_positions)
         return _Request(prompt=prompt, limit=limit, random=random, ending=Ending.of(self.target, prompt))
 
-    def _buckets(self, requests: Sequence[_Request]) -> Iterator[tuple[int, list[_Request]]]:
-        """Group requests whose total lengths share a power of two; (slot length, requests), longest first."""
-        buckets: dict[int, list[_Request]] = {}
+    def _buckets(self, requests: Sequence[_Request]) -> Iterator[list[_Request]]:
+        """Group requests whose own lengths share a power of two, those with a prefix apart; longest first."""
+        buckets: dict[tuple[int, bool], list[_Request]] = {}
         for request in requests:
-            total = len(request.prompt.token_ids) + request.limit
-            size = max(_SMALLEST_BUCKET, 1 << (total - 1).bit_length())
-            buckets.setdefault(size, []).append(request)
-        for size in sorted(buckets, reverse=True):
-            bucket = sorted(buckets[size], key=lambda r: -len(r.prompt.token_ids))
-            yield max(len(r.prompt.token_ids) + r.limit for r in bucket), bucket
+            with_prefix = request.shared is not None
+            least = _SMALLEST_SHARED_BUCKET if with_prefix else _SMALLEST_BUCKET
+            size = max(least, 1 << (request.own - 1).bit_length())
+            buckets.setdefault((size, with_prefix), []).append(request)
+        for key in sorted(buckets, reverse=True):
+            # one prefix after the other, so that few are held at a time
+            yield sorted(
+                buckets[key],
+                key=lambda r: (-r.skipped, r.shared.ids if r.shared else (), -len(r.prompt.token_ids)),
+            )
 
-    def _run_bucket(self, bucket: list[_Request], length: int) -> Iterator[Trace]:
-        per_slot = length * kv_bytes_per_token(self.target.model)
-        slots = max(1, min(self.batch_size, len(bucket), self.kv_budget // per_slot))
+    def _run_bucket(self, bucket: list[_Request]) -> Iterator[Trace]:
+        length = max(request.own for request in bucket)
+        per_token = kv_bytes_per_token(self.target.model)
+        sizes = [len(shared.ids) for shared in {r.shared for r in bucket} if shared is not None]
+        # prefixes get half of the budget at most, but the longest must fit
+        room = min(sum(sizes), max(max(sizes), self.kv_budget // (2 * per_token))) if sizes else 0
+        left = self.kv_budget - room * per_token
+        slots = max(1, min(self.batch_size, len(bucket), left // (length * per_token)))
         engine = Engine(self.target.model, num_slots=slots, max_length=length, taps=self.taps)
         pending = deque(bucket)
         active: list[_Request] = []
+        prefixes: dict[_Shared, Prefix] = {}
         while pending or active:
             free = slots - len(active)
             # a prefill reads every weight once, so it waits until it serves several prompts
             if pending and (free >= max(1, slots // 8) or not active):
-                fresh = [pending.popleft() for _ in range(min(free, len(pending)))]
-                self._prefill(engine, fresh, first_slot=len(active))
-                active.extend(fresh)
+                fresh = self._admit(pending, active, free, room)
+                if fresh:
+                    self._hold(prefixes, [*active, *fresh])
+                    self._prefill(engine, fresh, prefixes, first_slot=len(active))
+                    active.extend(fresh)
             yield from self._retire(engine, active)
             if active:
                 self._step(engine, active)
                 yield from self._retire(engine, active)
 
-    def _prefill(self, engine: Engine, fresh: Sequence[_Request], *, first_slot: int) -> None:
+    @staticmethod
+    def _admit(pending: deque[_Request], active: Sequence[_Request], free: int, room: int) -> list[_Request]:
+        """Take up to ``free`` requests, as far as their prefixes fit into ``room`` tokens."""
+        held = {request.shared for request in active if request.shared is not None}
+        fresh: list[_Request] = []
+        while pending and len(fresh) < free:
+            shared = pending[0].shared
+            if shared is not None and shared not in held:
+                if held and sum(len(s.ids) for s in held) + len(shared.ids) > room:
+                    break
+                held.add(shared)
+            fresh.append(pending.popleft())
+        return fresh
+
+    def _hold(self, prefixes: dict[_Shared, Prefix], requests: Sequence[_Request]) -> None:
+        """Run the prefixes that requests need and are not there yet; let go of all others."""
+        needed = {request.shared for request in requests if request.shared is not None}
+        for shared in prefixes.keys() - needed:
+            del prefixes[shared]
+        for shared in needed - prefixes.keys():
+            prefixes[shared] = Prefix(self.target.model, shared.ids, taps=self.taps, chunk=_PREFILL_TOKENS)
+
+    def _prefill(
+        self,
+        engine: Engine,
+        fresh: Sequence[_Request],
+        prefixes: Mapping[_Shared, Prefix],
+        *,
+        first_slot: int,
+    ) -> None:
         """Fill the slots of new requests and pick their first tokens, several prompts to a pass."""
         batch: list[tuple[_Request, Segment]] = []
         waiting = 0
         for slot, request in enumerate(fresh, start=first_slot):
             ids = request.prompt.token_ids
-            start = 0
+            start = request.skipped
+            engine.begin(slot, prefixes[request.shared] if request.shared else None)
             while len(ids) - start > _PREFILL_TOKENS:
                 piece = ids[start : start + _PREFILL_TOKENS]
                 engine.forward([Segment(slot=slot, start=start, ids=piece)], logits_at=[len(piece) - 1])
@@ -251,6 +346,7 @@ class Answerer:
             if last is not request:
                 engine.move(len(active), slot, last.length)
                 active[slot] = last
+            engine.begin(len(active), None)
             yield trace
 
     def _trace(
@@ -275,8 +371,7 @@ class Answerer:
         )
 
     def _force_slots(self, request: _Request, ids: Sequence[int], first: int) -> dict[int, Tensor]:
-        engine = Engine(self.target.model, num_slots=1, max_length=len(ids), taps=self.taps)
-        start = 0
+        engine, start = self._forcing_slot(ids, first)
         stop = len(ids) - 1
         while start < stop:
             # few rows of logits at a time where the answer is: a row is the whole vocabulary
@@ -290,7 +385,20 @@ class Answerer:
             if inside:
                 self._describe(request, out.logits, ids[start + 1 : start + size + 1])
             start += size
+        self._forced = engine, tuple(ids[:stop])
         return engine.slot_taps(0, stop)
+
+    def _forcing_slot(self, ids: Sequence[int], first: int) -> tuple[Engine, int]:
+        """Return an engine of one slot, and how many of the ids it holds: ``first`` at most, they need no logits."""
+        # let go of it first: a pass that fails leaves a slot that holds neither the old ids nor the new ones
+        kept, self._forced = self._forced, None
+        if kept is not None:
+            engine, before = kept
+            held = min(common_length(before, ids), first)
+            if held >= _LEAST_SHARED and engine.max_length >= len(ids):
+                return engine, held
+        length = len(ids) + _ROOM_TO_GROW
+        return Engine(self.target.model, num_slots=1, max_length=length, taps=self.taps), 0
 
     def _describe(self, request: _Request, logits: Tensor, tokens: Sequence[int]) -> None:
         choice = describe(logits, torch.tensor(list(tokens), device=logits.device), self.sampling)
