@@ -219,18 +219,28 @@ def _fold(acc, top, total, scores, seen, v, c, MASKED: tl.constexpr, PRECISION: 
 
 
 @triton.jit
+def _skip(u0, gap_lo, gap_hi, MASKED: tl.constexpr):
+    """The tile at place ``u0`` of a span without its gap; only masked spans have one."""
+    if MASKED:
+        return tl.where(u0 < gap_lo, u0, u0 + (gap_hi - gap_lo))
+    else:
+        return u0
+
+
+@triton.jit
 def _attend(
-    acc, top, total, q, k, v, lo, hi, limit, row, pos, head, window, c,
+    acc, top, total, q, k, v, lo, hi, gap_lo, gap_hi, row, pos, head, window, c,
     FAR: tl.constexpr, MASKED: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Fold the prefix keys lo .. hi - 1, of which those from ``limit`` on do not exist."""
-    for n0 in range(lo, hi, BLOCK_N):
+    """Fold the prefix keys lo .. hi - 1 without gap_lo .. gap_hi - 1; whole tiles lie below the gap."""
+    for u0 in range(lo, hi - (gap_hi - gap_lo), BLOCK_N):
+        n0 = _skip(u0, gap_lo, gap_hi, MASKED)
         n = n0 + tl.arange(0, BLOCK_N)
-        keys = _load_keys(k, n0, limit, head, MASKED, HKV, D, BLOCK_N, BLOCK_D)
+        keys = _load_keys(k, n0, hi, head, MASKED, HKV, D, BLOCK_N, BLOCK_D)
         scores = _dot(q, tl.trans(keys), None, PRECISION)
-        values = _load_keys(v, n0, limit, head, MASKED, HKV, D, BLOCK_N, BLOCK_D)
-        seen = (n < limit)[None, :]
+        values = _load_keys(v, n0, hi, head, MASKED, HKV, D, BLOCK_N, BLOCK_D)
+        seen = (n < hi)[None, :]
         if MASKED:
             seen = seen & _seen(n[None, :], row[:, None], pos[:, None], window, FAR)
         acc, top, total = _fold(acc, top, total, scores, seen, values, c, MASKED, PRECISION)
@@ -328,17 +338,14 @@ def prefix_fwd_kernel(
     lo = tl.maximum(start, first_row + offset - window + 1)
     hi = last_row + 1
     mid_lo, mid_hi = _middle(lo, hi, first_row, last_pos, start, window, BLOCK_N)
+    # Both edges in one loop: a body less to compile, and the second edge is fetched while the first is folded.
     acc, top, total = _attend(
-        acc, top, total, queries, k, v, lo, mid_lo, hi, row, pos, head, window, c,
+        acc, top, total, queries, k, v, lo, hi, mid_lo, mid_hi, row, pos, head, window, c,
         False, True, HKV, D, BLOCK_N, BLOCK_D, PRECISION,
     )  # fmt: skip
     acc, top, total = _attend(
-        acc, top, total, queries, k, v, mid_lo, mid_hi, hi, row, pos, head, window, c,
+        acc, top, total, queries, k, v, mid_lo, mid_hi, mid_hi, mid_hi, row, pos, head, window, c,
         False, False, HKV, D, BLOCK_N, BLOCK_D, PRECISION,
-    )  # fmt: skip
-    acc, top, total = _attend(
-        acc, top, total, queries, k, v, mid_hi, hi, hi, row, pos, head, window, c,
-        False, True, HKV, D, BLOCK_N, BLOCK_D, PRECISION,
     )  # fmt: skip
 
     if HAS_SINK:
@@ -346,7 +353,7 @@ def prefix_fwd_kernel(
         far_hi = tl.minimum(tl.load(plan + 7 * num_tiles + tile), tl.minimum(last_pos - window, last_row) + 1)
         far_q = _load(q_sink, index, live, D, BLOCK_D, True)
         acc, top, total = _attend(
-            acc, top, total, far_q, k, v, far_lo, far_hi, far_hi, row, pos, head, window, c,
+            acc, top, total, far_q, k, v, far_lo, far_hi, far_hi, far_hi, row, pos, head, window, c,
             True, True, HKV, D, BLOCK_N, BLOCK_D, PRECISION,
         )  # fmt: skip
 
@@ -370,15 +377,17 @@ def _dq_step(dq, q, do, keys, values, seen, lse, delta, c, MASKED: tl.constexpr,
 
 @triton.jit
 def _dq_span(
-    dq, q, do, k, v, lo, hi, limit, row, pos, lse, delta, head, window, c,
+    dq, q, do, k, v, lo, hi, gap_lo, gap_hi, row, pos, lse, delta, head, window, c,
     FAR: tl.constexpr, MASKED: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    for n0 in range(lo, hi, BLOCK_N):
+    """Add the share of the prefix keys lo .. hi - 1 without gap_lo .. gap_hi - 1."""
+    for u0 in range(lo, hi - (gap_hi - gap_lo), BLOCK_N):
+        n0 = _skip(u0, gap_lo, gap_hi, MASKED)
         n = n0 + tl.arange(0, BLOCK_N)
-        keys = _load_keys(k, n0, limit, head, MASKED, HKV, D, BLOCK_N, BLOCK_D)
-        values = _load_keys(v, n0, limit, head, MASKED, HKV, D, BLOCK_N, BLOCK_D)
-        seen = (n < limit)[None, :]
+        keys = _load_keys(k, n0, hi, head, MASKED, HKV, D, BLOCK_N, BLOCK_D)
+        values = _load_keys(v, n0, hi, head, MASKED, HKV, D, BLOCK_N, BLOCK_D)
+        seen = (n < hi)[None, :]
         if MASKED:
             seen = seen & _seen(n[None, :], row[:, None], pos[:, None], window, FAR)
         dq = _dq_step(dq, q, do, keys, values, seen, lse, delta, c, MASKED, PRECISION)
@@ -448,7 +457,7 @@ def prefix_bwd_dq_kernel(
         far_hi = tl.minimum(tl.load(plan + 7 * num_tiles + tile), tl.minimum(last_pos - window, last_row) + 1)
         far_q = _load(q_sink, index, live, D, BLOCK_D, True)
         dq = _dq_span(
-            dq, far_q, do, k, v, far_lo, far_hi, far_hi, row, pos, norm, delta, head, window, c,
+            dq, far_q, do, k, v, far_lo, far_hi, far_hi, far_hi, row, pos, norm, delta, head, window, c,
             True, True, HKV, D, BLOCK_N, BLOCK_D, PRECISION,
         )  # fmt: skip
         if HAS_Q_SINK:
@@ -463,16 +472,12 @@ def prefix_bwd_dq_kernel(
     hi = last_row + 1
     mid_lo, mid_hi = _middle(lo, hi, first_row, last_pos, start, window, BLOCK_N)
     dq = _dq_span(
-        dq, queries, do, k, v, lo, mid_lo, hi, row, pos, norm, delta, head, window, c,
+        dq, queries, do, k, v, lo, hi, mid_lo, mid_hi, row, pos, norm, delta, head, window, c,
         False, True, HKV, D, BLOCK_N, BLOCK_D, PRECISION,
     )  # fmt: skip
     dq = _dq_span(
-        dq, queries, do, k, v, mid_lo, mid_hi, hi, row, pos, norm, delta, head, window, c,
+        dq, queries, do, k, v, mid_lo, mid_hi, mid_hi, mid_hi, row, pos, norm, delta, head, window, c,
         False, False, HKV, D, BLOCK_N, BLOCK_D, PRECISION,
-    )  # fmt: skip
-    dq = _dq_span(
-        dq, queries, do, k, v, mid_hi, hi, hi, row, pos, norm, delta, head, window, c,
-        False, True, HKV, D, BLOCK_N, BLOCK_D, PRECISION,
     )  # fmt: skip
     _store(dq_out, index, live, dq * scale, D, BLOCK_D)
 
