@@ -259,26 +259,35 @@ class DFlashModel(DrafterModel):
         norm = first.self_attn.k_norm if self.config.context_norm == "layer0" else None
         return [layer.keys_values(fused, tables, norm) for layer in self.layers]  # type: ignore[operator]
 
-    def block_inputs(self, newest: Tensor) -> Tensor:
-        """Return embeddings [R, block_size, H] of blocks that start with the tokens ``newest`` [R]."""
+    def block_inputs(self, newest: Tensor, size: int | None = None) -> Tensor:
+        """Return embeddings [R, size, H] of blocks that start with the tokens ``newest`` [R].
+
+        Args:
+            newest: token ids.
+            size: default ``block_size``; less only while training, to begin with.
+        """
+        masks = (size or self.config.block_size) - 1
         anchor = self.embed(newest)[:, None]
         if self.mask_embedding is None:
             mask = self.embed(newest.new_tensor([self.config.mask_token_id]))
         else:
             mask = self.mask_embedding[None]
-        return torch.cat((anchor, mask.expand(len(newest), self.config.max_depth, -1)), dim=1)
+        return torch.cat((anchor, mask.expand(len(newest), masks, -1)), dim=1)
 
-    def block(self, context: Context, packed: Packed, rows: Tensor, backend: str = "auto") -> Tensor:
-        """Run blocks behind packed rows and return the final norm's outputs [R, block_size, H].
+    def block(
+        self, context: Context, packed: Packed, rows: Tensor, backend: str = "auto", size: int | None = None
+    ) -> Tensor:
+        """Run blocks behind packed rows and return the final norm's outputs [R, size, H].
 
         Args:
             context: of all packed rows.
             packed: sequences; the block behind row r starts with token r + 1.
             rows: [R] int64 last packed row that each block sees, ascending.
             backend: of ``block_attention``.
+            size: default ``block_size``; less only while training, to begin with.
         """
-        config, size = self.config, self.config.block_size
-        x = self.block_inputs(packed.inputs[rows]).flatten(0, 1)
+        config, size = self.config, size or self.config.block_size
+        x = self.block_inputs(packed.inputs[rows], size).flatten(0, 1)
         offsets = torch.arange(1, size + 1, device=rows.device)
         tables = self.rope.tables((packed.positions[rows][:, None] + offsets).flatten(), x.dtype)
         for layer, (k, v) in zip(self.layers, context, strict=True):

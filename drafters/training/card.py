@@ -77,7 +77,7 @@ def make_card(facts: CardFacts) -> str:
         f"| loss | forward KL on the draft vocabulary, step weights {s.chain.decay}^i, answer tokens |",
         f"| optimiser | AdamW {s.optim.betas}, learning rate {s.optim.lr:g}, warm-up {s.optim.warmup:.0%}, "
         f"{_schedule(s)}, clip {s.optim.clip}; {s.precision} compute, float32 weights; seed {s.seed} |",
-        f"| start | {_start(s) if facts.start is None else 'the weights of ' + facts.start + ', made as follows'} |",
+        f"| start | {_start(s, c) if facts.start is None else 'the weights of ' + facts.start + ', made as follows'} |",
         f"| cost | {facts.seconds / 60:.0f} minutes in training steps on {facts.hardware} |",
         *(_before(row) for row in facts.history),
         "",
@@ -117,9 +117,11 @@ def _before(row: str) -> str:
     return f"| {name}, before |{rest}"
 
 
-def _start(setting: TrainSetting) -> str:
+def _start(setting: TrainSetting, config: TrainConfig) -> str:
     if setting.init == "random":
         return "random"
+    if isinstance(config, DFlashConfig):
+        return "final norm from the target's, fc passing the last state it reads, layers random"
     return "final norm and layers from the target's where shapes agree, fc passing the last state it reads"
 
 
@@ -132,9 +134,10 @@ def _what(config: TrainConfig) -> str:
 def _steps(config: TrainConfig, setting: TrainSetting) -> str:
     chain = setting.chain
     if isinstance(config, DFlashConfig):
-        return (
-            f"{min(chain.depth, config.max_depth)} masks of each block, behind {chain.keep:.0%} of the rows"
+        first = (
+            f"the first {setting.shallow_steps} with one mask a block, then " if setting.shallow_steps else ""
         )
+        return f"{first}{min(chain.depth, config.max_depth)} masks of each block, behind {chain.keep:.0%} of the rows"
     return (
         f"the first {setting.shallow_steps} at depth 1, then train-time test of depth {chain.depth} "
         f"({chain.keep:.0%} of the chains go on after each step, weighted to make up for it)"

@@ -1,8 +1,9 @@
 """Weights to start from.
 
 ``target``: the final norm is the target's, ``fc`` passes the last tap (plus a small random mix of all), and, where the
-target is a Llama-like model of the drafter's sizes, the layers start from the target's last blocks. ``random``: N(0,
-0.02^2) throughout.
+target is a Llama-like model of the drafter's sizes, the layers start from the target's last blocks. Those of a block
+drafter do not: what they read begins with embeddings, and from random ones it learns faster (first-mask accuracy after
+160 steps on smollm2-135m 0.135 against 0.090). ``random``: N(0, 0.02^2) throughout.
 
 Example: ``initialise(model, target, "target", seed=0)``
 """
@@ -14,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from specbench.drafters.dflash import DFlashLayer
+from specbench.drafters.dflash import DFlashModel
 from specbench.drafters.eagle3 import Layer
 from specbench.drafters.mtp import MtpLayer
 from specbench.drafters.training.kinds import TrainModel
@@ -47,6 +48,8 @@ def initialise(model: TrainModel, target: TargetWeights, how: Init, seed: int) -
             assert isinstance(fc, torch.nn.Linear)
             fc.weight.mul_(_MIX)
             fc.weight[:, -width:] += torch.eye(width, device=model.device)
+        if isinstance(model, DFlashModel):
+            return
         for index, layer in enumerate(model.layers):
             block = _block(target, target.info.num_layers - len(model.layers) + index)
             if block:
@@ -71,7 +74,7 @@ def _block(target: TargetWeights, index: int) -> dict[str, Tensor]:
 
 def _copy_block(layer: torch.nn.Module, block: dict[str, Tensor], width: int) -> None:
     """Copy attention and MLP where their shapes agree; an embedding's share of the inputs keeps its random draw."""
-    assert isinstance(layer, Layer | MtpLayer | DFlashLayer)
+    assert isinstance(layer, Layer | MtpLayer)
     attention, mlp = layer.self_attn, layer.mlp
     norm = layer.input_layernorm
     if isinstance(layer, Layer) and layer.hidden_norm is not None:

@@ -154,20 +154,21 @@ def block_loss(
 ) -> StepReport:
     """Run a block behind every row, or behind a random share of them, and compare each mask with the target's law.
 
-    The loss is that of ``chain_loss``, mask i in the place of step i; ``setting.keep`` is the share of the rows, and
-    ``setting.depth`` how many masks of a block count.
+    The loss is that of ``chain_loss``, mask i in the place of step i; ``setting.depth`` is how many masks a block has
+    here, and ``setting.keep`` the share of the rows that get a whole block: shorter ones cost less, so more rows do.
     """
     rows = batch.rows
-    if setting.keep < 1.0:
+    depth = min(setting.depth, model.config.max_depth)
+    keep = min(1.0, setting.keep * model.config.block_size / (1 + depth))
+    if keep < 1.0:
         assert generator is not None, "keep below 1 draws"
         # at least one row, so that every weight has a gradient
-        size = max(1, round(setting.keep * rows.numel()))
+        size = max(1, round(keep * rows.numel()))
         chosen = torch.randperm(rows.numel(), generator=generator)[:size].sort().values
         rows = rows[chosen.to(rows.device)]
-    depth = min(setting.depth, model.config.max_depth)
     teacher = _Teacher(model, batch, rows, depth, teacher_head)
     context = model.context(batch.packed.taps, batch.packed.positions)
-    post = model.block(context, batch.packed, rows, backend=setting.backend)[:, 1 : 1 + depth]
+    post = model.block(context, batch.packed, rows, backend=setting.backend, size=1 + depth)[:, 1:]
     steps = torch.arange(1, depth + 1, device=rows.device)
     label_rows = rows[:, None] + steps
     inside = label_rows <= batch.packed.last[rows][:, None]

@@ -192,8 +192,7 @@ def _setting(options: dict[str, Any]) -> Any:
             "steps": options["steps"] or 1,
             "chain": {"depth": _depth(options), "keep": options["keep"]},
             "optim": {"lr": options["lr"]},
-            # all masks of a block are trained at once: there is no cheap first step to begin with
-            "shallow": 0.0 if options["drafter"] == "dflash" else options["shallow"],
+            "shallow": options["shallow"],
             "batch_rows": options["batch_rows"],
             "accumulation": options["accumulate"],
             "loss_rows": options["loss_on"],
