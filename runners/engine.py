@@ -154,12 +154,10 @@ def _slot_attention(
             seen_v = torch.cat([first_v, seen_v], dim=2)
         plain = segment.start == 0 and (sliding_window is None or length <= sliding_window)
         mask = None if plain else _visible(batch.positions[here], length, sliding_window)
-        if group > 1:
-            seen_k = seen_k.repeat_interleave(group, dim=1)
-            seen_v = seen_v.repeat_interleave(group, dim=1)
         out[:, :, here] = F.scaled_dot_product_attention(
-            query[:, :, here], seen_k, seen_v, attn_mask=mask, is_causal=plain, scale=scaling
-        )
+            query[:, :, here], seen_k, seen_v, attn_mask=mask, is_causal=plain, scale=scaling,
+            enable_gqa=group > 1,
+        )  # fmt: skip
         offset += size
     return out.transpose(1, 2), None
 
