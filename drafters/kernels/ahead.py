@@ -72,9 +72,37 @@ def variants(
     yield from _plan_variants()
 
 
+_CHAIN = ("chain fwd", "chain dq", "chain dkv", "chain own", "chain stats")
+_BLOCK = ("block fwd", "block dq", "block dkv", "block own")
+_DECODE = ("decode split T1", "decode split T16", "decode merge")
+LEGS = (
+    (128, torch.bfloat16, (*_CHAIN, *_BLOCK, *_DECODE)),
+    (128, torch.float32, (*_CHAIN, "decode split T1", "decode merge")),
+    (64, torch.float16, (*_CHAIN, "decode split T1")),
+    (64, torch.float32, _CHAIN),
+    (256, torch.bfloat16, (*_CHAIN, "decode split T1", "decode split T16")),
+    (192, torch.float32, (*_CHAIN, "decode split T1")),
+)
+"""Head dimension, dtype, and the kernels that ``covering`` compiles with them."""
+
+
+def covering(architecture: int = 90) -> Iterator[Variant]:
+    """Yield the kernels in every set of tiles that a launch on one architecture chooses from, each set once.
+
+    Tiles are chosen by head dimension (to 64, 128, 256) and width of the dtype (16 or 32 bits). The two 16-bit types
+    take turns; 192 stands for the dimensions that are no power of two, where loads are masked. Block attention runs
+    the kernels of chain attention with another number of queries a row: bfloat16 at 128 stands for it. Every feature
+    is on (sinks with queries of their own, own keys, gate): off leaves code out.
+    """
+    for dim, dtype, names in LEGS:
+        for variant in (*_prefix_variants(dim, dtype, architecture), *_decode_variants(dim, dtype)):
+            if variant.name in names:
+                yield variant
+    yield from _plan_variants()
+
+
 def _prefix_variants(dim: int, dtype: torch.dtype, architecture: int) -> Iterator[Variant]:
     shape = {"G": 4, "HKV": 8, "D": dim, "BLOCK_D": triton.next_power_of_2(dim)}
-    precision = launch.precision(dtype)
     for op, num_queries in (("chain", 1), ("block", 16)):
         kinds: dict[str, tuple[Any, dict[str, Any]]] = {
             "fwd": (
@@ -95,7 +123,7 @@ def _prefix_variants(dim: int, dtype: torch.dtype, architecture: int) -> Iterato
                 **extra,
                 "BLOCK_M": size.block_m,
                 "BLOCK_N": size.block_n,
-                "PRECISION": precision,
+                "PRECISION": launch.precision(dtype, tensor_cores=kind != "stats"),
             }
             if kind != "stats":
                 constants["T"] = num_queries
@@ -113,9 +141,9 @@ def _prefix_variants(dim: int, dtype: torch.dtype, architecture: int) -> Iterato
 def _decode_variants(dim: int, dtype: torch.dtype) -> Iterator[Variant]:
     shape = {"T": 1, "G": 4, "HKV": 8, "D": dim, "BLOCK_D": triton.next_power_of_2(dim)}
     for num_queries in (1, 16):
-        size = decode.tile(dim, num_queries * shape["G"])
+        size = decode.tile(dim, num_queries * shape["G"], dtype)
         launched = {"num_warps": size.pop("num_warps"), "num_stages": size.pop("num_stages")}
-        common = {**shape, "T": num_queries, "BLOCK_M": size["BLOCK_M"]}
+        common = {**shape, "T": num_queries, "ROWS": decode.rows(num_queries * shape["G"])}
         split = {**common, **size, "HAS_SINK": True, "PRECISION": launch.precision(dtype)}
         yield Variant(
             name=f"decode split T{num_queries}",

@@ -1,8 +1,8 @@
 """Draft-decode attention in Triton: each sequence's keys are split over programs, their parts merged.
 
-A program takes all T x G queries of one key-value head and one part of the keys they see. A sequence of 128k tokens
-with a window of 1024 and 4 sinks is 1028 keys, whatever the cache holds. A second kernel merges the parts and applies
-the gate.
+A program takes the T x G queries of one key-value head (float32: 16 of them) and one part of the keys they see. A
+sequence of 128k tokens with a window of 1024 and 4 sinks is 1028 keys, whatever the cache holds. A second kernel merges
+the parts and applies the gate.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def decode_split_kernel(
     q_sink,  # [B, T, Hq, D], q itself where the positions are absolute
     lengths,  # [B]
     sink,  # [B, 2]
-    partial,  # [B, Hkv, splits, BLOCK_M, D], written
-    partial_lse,  # [B, Hkv, splits, BLOCK_M], written
+    partial,  # [B, Hkv, splits, ROWS, D], written
+    partial_lse,  # [B, Hkv, splits, ROWS], written
     max_length,
     num_splits,
     window,
@@ -39,6 +39,7 @@ def decode_split_kernel(
     G: tl.constexpr,
     HKV: tl.constexpr,
     D: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -49,7 +50,7 @@ def decode_split_kernel(
     b = tl.program_id(1) // HKV
     head = tl.program_id(1) % HKV
     length = tl.load(lengths + b).to(tl.int32)
-    m = tl.arange(0, BLOCK_M)
+    m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     live = m < T * G
     pos = length - T + m // G
     index = (b * T + m // G).to(tl.int64) * (HKV * G) + head * G + m % G
@@ -91,7 +92,7 @@ def decode_split_kernel(
         scores = _dot(queries, tl.trans(keys), None, PRECISION)
         acc, top, total = _fold(acc, top, total, scores, seen, values, c, True, PRECISION)
 
-    part = (tl.program_id(1) * num_splits + split).to(tl.int64) * BLOCK_M + m
+    part = (tl.program_id(1) * num_splits + split).to(tl.int64) * ROWS + m
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
     tl.store(partial_lse + part, tl.where(empty, float("-inf"), top + tl.log2(total)))
@@ -100,8 +101,8 @@ def decode_split_kernel(
 
 @triton.jit(do_not_specialize=("num_splits",))
 def decode_merge_kernel(
-    partial,  # [B, Hkv, splits, BLOCK_M, D]
-    partial_lse,  # [B, Hkv, splits, BLOCK_M]
+    partial,  # [B, Hkv, splits, ROWS, D]
+    partial_lse,  # [B, Hkv, splits, ROWS]
     gate,  # [B, T, Hq, D]
     out,  # [B, T, Hq, D], written
     num_splits,
@@ -110,7 +111,7 @@ def decode_merge_kernel(
     G: tl.constexpr,
     HKV: tl.constexpr,
     D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -119,7 +120,7 @@ def decode_merge_kernel(
     b = tl.program_id(1) // HKV
     head = tl.program_id(1) % HKV
     splits = tl.arange(0, BLOCK_S)
-    part = (tl.program_id(1) * num_splits + splits).to(tl.int64) * BLOCK_M + m
+    part = (tl.program_id(1) * num_splits + splits).to(tl.int64) * ROWS + m
     lse = tl.load(partial_lse + part, mask=splits < num_splits, other=float("-inf"))
     top = tl.max(lse, 0)
     weight = tl.exp2(lse - tl.where(top == float("-inf"), 0.0, top))
@@ -145,11 +146,19 @@ def split_count(num_programs: int, num_keys: int, num_processors: int) -> int:
     return max(1, min(wanted, num_keys // MIN_KEYS, 128))
 
 
-def tile(dim: int, num_queries: int) -> dict[str, int]:
+def rows(num_queries: int) -> int:
+    """Return how many rows the parts of T x G queries take: a power of two."""
+    return max(16, int(triton.next_power_of_2(num_queries)))
+
+
+def tile(dim: int, num_queries: int, dtype: torch.dtype) -> dict[str, int]:
     """Return block sizes and launch options of ``decode_split_kernel`` for T x G queries."""
-    block_m = max(16, triton.next_power_of_2(num_queries))
+    block_m = rows(num_queries)
     if dispatch.interpreted():
-        return {"BLOCK_M": block_m, "BLOCK_N": 16, "num_warps": 4, "num_stages": 1}
+        return {"BLOCK_M": min(block_m, 32), "BLOCK_N": 16, "num_warps": 4, "num_stages": 1}
+    if dtype == torch.float32:
+        # three TF32 products keep both halves of every operand in registers: more rows would spill
+        return {"BLOCK_M": 16, "BLOCK_N": 32 if dim <= 128 else 16, "num_warps": 4, "num_stages": 2}
     narrow = dim <= 128 and block_m <= 64
     return {
         "BLOCK_M": block_m,
@@ -188,13 +197,14 @@ def decode_attention(
         processors = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 1
         reach = k.shape[1] if window is None else min(k.shape[1], window + num_queries)
         num_splits = split_count(batch * shape["HKV"], reach, processors)
-    size = tile(dim, num_queries * shape["G"])
+    num_rows = rows(num_queries * shape["G"])
+    size = tile(dim, num_queries * shape["G"], q.dtype)
     out = torch.empty_like(q)
-    partial = q.new_empty(batch, shape["HKV"], num_splits, size["BLOCK_M"], dim, dtype=torch.float32)
+    partial = q.new_empty(batch, shape["HKV"], num_splits, num_rows, dim, dtype=torch.float32)
     partial_lse = q.new_empty(partial.shape[:-1], dtype=torch.float32)
     if q.numel() == 0:
         return out
-    decode_split_kernel[(num_splits, batch * shape["HKV"])](
+    decode_split_kernel[(num_splits, batch * shape["HKV"], num_rows // size["BLOCK_M"])](
         q,
         k,
         v,
@@ -209,6 +219,7 @@ def decode_attention(
         scale * LOG2_E,
         HAS_SINK=sink is not None,
         T=num_queries,
+        ROWS=num_rows,
         PRECISION=precision(q.dtype),
         **shape,
         **size,
@@ -221,7 +232,7 @@ def decode_attention(
         num_splits,
         HAS_GATE=gate is not None,
         T=num_queries,
-        BLOCK_M=size["BLOCK_M"],
+        ROWS=num_rows,
         BLOCK_S=triton.next_power_of_2(num_splits),
         num_warps=4,
         **shape,

@@ -49,17 +49,23 @@ _HALF = {
     "own": ((32, 64, 4, 1), (32, 64, 4, 1), (32, 32, 8, 1)),
     "stats": ((128, 32, 8, 2), (128, 32, 8, 2), (64, 32, 8, 1)),
 }
+# Three TF32 products keep both halves of every operand in registers: few rows, many warps.
 _FLOAT32 = {
-    "fwd": ((64, 32, 4, 2), (32, 32, 4, 1), (32, 32, 8, 1)),
-    "dq": ((64, 32, 4, 2), (32, 32, 4, 1), (32, 32, 8, 1)),
-    "dkv": ((32, 32, 4, 2), (32, 32, 4, 1), (32, 32, 8, 1)),
-    "own": ((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 8, 1)),
-    "stats": ((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 8, 1)),
+    "fwd": ((32, 32, 8, 1), (16, 32, 8, 1), (16, 32, 8, 1)),
+    "dq": ((32, 32, 8, 1), (16, 32, 8, 1), (16, 32, 8, 1)),
+    "dkv": ((32, 32, 8, 1), (32, 16, 8, 1), (32, 16, 8, 1)),
+    "own": ((32, 32, 8, 1), (32, 16, 8, 1), (32, 16, 8, 1)),
+    "stats": ((32, 32, 8, 1), (16, 32, 8, 1), (16, 32, 8, 1)),
 }
 
 
-# before Hopper the accumulators of a matrix product pass through the registers of every operand
-_AMPERE = {("fwd", 128): (64, 64, 8, 2)}
+# Before Hopper the accumulators of a matrix product pass through the registers of every operand.
+_AMPERE = {
+    ("fwd", 128): (64, 64, 8, 2),
+    ("dq", 128): (64, 64, 8, 2),
+    ("dkv", 128): (64, 64, 8, 2),
+    ("own", 128): (32, 64, 8, 1),
+}
 
 
 @functools.cache
@@ -111,11 +117,18 @@ def window_size(options: Options) -> int:
     return NO_WINDOW if options.window is None else min(options.window, NO_WINDOW)
 
 
-def precision(dtype: torch.dtype) -> str:
-    """Return how matrix products treat float32: three TF32 products keep float32's accuracy on tensor cores."""
+def precision(dtype: torch.dtype, *, tensor_cores: bool = True) -> str:
+    """Return how matrix products treat float32: three TF32 products keep its accuracy on tensor cores.
+
+    Args:
+        dtype: of the operands; 16-bit ones do not ask.
+        tensor_cores: False where the three products would spill: products outside the tensor cores.
+    """
     if dispatch.interpreted():
         return "upcast"
-    return "tf32x3" if dtype == torch.float32 else "tf32"
+    if dtype != torch.float32:
+        return "tf32"
+    return "tf32x3" if tensor_cores else "ieee"
 
 
 def shapes(q: Tensor, k: Tensor) -> dict[str, int]:
@@ -363,7 +376,7 @@ def statistics(
         HAS_SINK=plan.sink is not None,
         HAS_RECENT=recent is not None,
         BLOCK_C=max(16, triton.next_power_of_2(num_regions)),
-        PRECISION=precision(q.dtype),
+        PRECISION=precision(q.dtype, tensor_cores=False),
         **size.launch(),
         **shapes(q, k),
     )

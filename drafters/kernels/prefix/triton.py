@@ -730,6 +730,19 @@ def prefix_stats_kernel(
     recent_mass = tl.zeros([BLOCK_M], tl.float32)
     entropy = tl.zeros([BLOCK_M], tl.float32)
 
+    columns = num_columns + num_own
+    # Before the products, with a load of its own: beside them these queries would take the layout of an operand, and
+    # every own key with them.
+    plain_q = _load(q, index, live, D, BLOCK_D, True).to(tl.float32)
+    for j in range(0, num_own):
+        o = (i * num_own + j).to(tl.int64) * HKV + head
+        keys = _load(own_k, o, live, D, BLOCK_D, True).to(tl.float32)
+        logp = tl.sum(plain_q * keys, 1) * c - norm
+        seen = _own_seen(i, j, i, row, pos, window, False)
+        p = tl.where(seen, tl.exp2(logp), 0.0)
+        entropy -= tl.where(seen, p * logp, 0.0)
+        tl.store(mass_out + index * columns + num_columns + j, p, mask=live)
+
     if HAS_SINK:
         far_lo = tl.maximum(tl.load(plan + 6 * num_tiles + tile), start)
         far_hi = tl.minimum(
@@ -746,16 +759,6 @@ def prefix_stats_kernel(
         mass, recent_mass, entropy, queries, k, labels, lo, last_row + 1, row, pos, norm, head, window, recent, c,
         False, HKV, D, BLOCK_N, BLOCK_D, BLOCK_C, PRECISION,
     )  # fmt: skip
-
-    columns = num_columns + num_own
-    for j in range(0, num_own):
-        o = (i * num_own + j).to(tl.int64) * HKV + head
-        keys = _load(own_k, o, live, D, BLOCK_D, True).to(tl.float32)
-        logp = tl.sum(queries.to(tl.float32) * keys, 1) * c - norm
-        seen = _own_seen(i, j, i, row, pos, window, False)
-        p = tl.where(seen, tl.exp2(logp), 0.0)
-        entropy -= tl.where(seen, p * logp, 0.0)
-        tl.store(mass_out + index * columns + num_columns + j, p, mask=live)
     regions = tl.arange(0, BLOCK_C)
     address = mass_out + index[:, None] * columns + regions[None, :]
     tl.store(address, mass, mask=live[:, None] & (regions < num_regions)[None, :])
