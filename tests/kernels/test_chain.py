@@ -329,23 +329,26 @@ def check_triton(case: Case, dtype: torch.dtype, device: str, tolerance: float) 
 
 
 @settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(cases(max_length=20, dims=(16,)))
+@given(cases(max_length=20, dims=(64, 96, 128, 256)))
 def test_triton_equals_reference_forward_and_backward(triton_device: str, case: Case) -> None:
     check_triton(case, torch.float32, triton_device, 2e-5)
 
 
 EDGES = {
-    "window-over-prefix": Case(lengths=(5, 17), window=40, sinks=((0, 1), (0, 1)), heads=(3, 1)),
-    "window-within-own": Case(lengths=(9,), num_own=4, window=2, heads=(4, 1)),
-    "empty-sink": Case(lengths=(19,), window=4, sinks=((3, 3),), heads=(2, 2), num_own=1),
+    "window-over-prefix": Case(lengths=(5, 17), window=40, sinks=((0, 1), (0, 1)), heads=(3, 1), dim=64),
+    "window-within-own": Case(lengths=(9,), num_own=4, window=2, heads=(4, 1), dim=128),
+    "empty-sink": Case(lengths=(19,), window=4, sinks=((3, 3),), heads=(2, 2), num_own=1, dim=96),
     "sink-inside-window": Case(
-        lengths=(18,), window=12, sinks=((6, 11),), heads=(1, 1), num_own=2, repacked=True
+        lengths=(18,), window=12, sinks=((6, 11),), heads=(1, 1), num_own=2, repacked=True, dim=256
     ),
     "sink-span": Case(
-        lengths=(33,), window=3, sinks=((2, 21),), heads=(8, 1), num_own=2, repacked=True, keep=0.3
+        lengths=(33,), window=3, sinks=((2, 21),), heads=(8, 1), num_own=2, repacked=True, keep=0.3, dim=64
     ),
-    "one-token": Case(lengths=(1, 1), num_own=1, heads=(8, 2)),
-    "padding-rows": Case(lengths=(4,), num_own=2, window=3, heads=(2, 1), padding=2),
+    "one-token": Case(lengths=(1, 1), num_own=1, heads=(8, 2), dim=256),
+    "padding-rows": Case(lengths=(4,), num_own=2, window=3, heads=(2, 1), padding=2, dim=128),
+    "only-padding-rows": Case(
+        lengths=(3, 0), num_own=1, window=2, sinks=((0, 1),) * 2, heads=(3, 1), padding=2, keep=-1, dim=64
+    ),
     "odd-head-dim": Case(lengths=(7,), num_own=1, heads=(2, 1), dim=24),
 }
 
@@ -353,6 +356,16 @@ EDGES = {
 @pytest.mark.parametrize("name", EDGES)
 def test_triton_at_the_edges(triton_device: str, name: str) -> None:
     check_triton(EDGES[name], torch.float32, triton_device, 2e-5)
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("heads", [(2, 2), (3, 1), (4, 1), (8, 1)], ids=["1", "3", "4", "8"])
+def test_triton_at_head_dims_and_ratios(triton_device: str, dim: int, heads: tuple[int, int]) -> None:
+    """A tile holds 32, 10, 8 or 4 rows: with 12, its edges fall on both sides of the window's."""
+    case = Case(
+        lengths=(11, 1), num_own=1, window=5, sinks=((0, 2), (0, 1)), heads=heads, repacked=True, dim=dim
+    )
+    check_triton(case, torch.float32, triton_device, 2e-5)
 
 
 @pytest.mark.parametrize(

@@ -115,11 +115,28 @@ def test_blocked_equals_reference(case: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("num_splits", [1, 3])
 @settings(max_examples=8, deadline=None)
-@given(drawn)
-def test_triton_equals_reference(triton_device: str, num_splits: int, case: dict[str, Any]) -> None:
+@given(drawn, st.sampled_from([64, 96, 128, 256]))
+def test_triton_equals_reference(triton_device: str, num_splits: int, case: dict[str, Any], dim: int) -> None:
+    check_triton(make(dtype=torch.float32, dim=dim, **case), triton_device, num_splits)
+
+
+@pytest.mark.parametrize(
+    ("heads", "dim", "num_queries"),
+    [((2, 2), 256, 1), ((3, 1), 128, 2), ((4, 1), 96, 1), ((8, 1), 64, 9)],
+    ids=["1", "3", "4", "8"],
+)
+def test_triton_at_head_dims_and_ratios(
+    triton_device: str, heads: tuple[int, int], dim: int, num_queries: int
+) -> None:
+    """Nine queries of eight heads are more rows than one program takes in the interpreter."""
+    shape: dict[str, Any] = {"num_queries": num_queries, "heads": heads, "dim": dim, "dtype": torch.float32}
+    args = make((23, 1, 0), window=6, sink=(0, 2), repacked=True, gated=True, **shape)
+    check_triton(args, triton_device, 2)
+
+
+def check_triton(args: dict[str, Any], triton_device: str, num_splits: int) -> None:
     from specbench.drafters.kernels.decode import triton
 
-    args = make(dtype=torch.float32, **case)
     here = {n: x.to(triton_device) if isinstance(x, Tensor) else x for n, x in args.items()}
     out = triton.decode_attention(**here, num_splits=num_splits).double().cpu()
     torch.testing.assert_close(out, reference.decode_attention(**exact(args)), rtol=2e-5, atol=2e-5)
