@@ -420,6 +420,9 @@ def main() -> int:
     if not torch.cuda.is_available() and not args.smoke:
         print("no CUDA device; TRITON_INTERPRET=1 with --smoke tests the script itself", file=sys.stderr)
         return 2
+    if args.smoke:
+        global HEADS, KV_HEADS
+        HEADS, KV_HEADS = 4, 1
     clock = Clock(device="cuda" if torch.cuda.is_available() else "cpu", budget=args.budget)
     torch.manual_seed(0)
     if args.tune:
