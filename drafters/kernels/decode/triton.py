@@ -1,8 +1,8 @@
 """Draft-decode attention in Triton: each sequence's keys are split over programs, their parts merged.
 
-A program takes the T x G queries of one key-value head (float32: 16 of them) and one part of the keys they see. A
-sequence of 128k tokens with a window of 1024 and 4 sinks is 1028 keys, whatever the cache holds. A second kernel merges
-the parts and applies the gate.
+A program takes the T x G queries of one key-value head (64 of them at most, in float32 16) and one part of the keys
+they see. A sequence of 128k tokens with a window of 1024 and 4 sinks is 1028 keys, whatever the cache holds. A second
+kernel merges the parts and applies the gate.
 """
 
 from __future__ import annotations
@@ -159,9 +159,9 @@ def tile(dim: int, num_queries: int, dtype: torch.dtype) -> dict[str, int]:
     if dtype == torch.float32:
         # three TF32 products keep both halves of every operand in registers: more rows would spill
         return {"BLOCK_M": 16, "BLOCK_N": 32 if dim <= 128 else 16, "num_warps": 4, "num_stages": 2}
-    narrow = dim <= 128 and block_m <= 64
+    narrow = dim <= 128
     return {
-        "BLOCK_M": block_m,
+        "BLOCK_M": min(block_m, 64),
         "BLOCK_N": 64 if narrow else 32,
         "num_warps": 4,
         "num_stages": 3 if narrow else 2,
