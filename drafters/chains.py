@@ -15,13 +15,13 @@ Example:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from specbench.drafters.kernels.chain import chain_attention, chain_attention_stats
+from specbench.drafters.kernels.chain import chain_attention, chain_attention_shares
 from specbench.drafters.modules import rotate
 
 
@@ -198,6 +198,8 @@ class Packed:
     """[N] int64 last row of each row's sequence."""
     sink: Tensor | None = None
     """[S, 2] int64 packed rows (start, end) that stay visible in spite of a window."""
+    fused: Tensor | None = None
+    """[N, H] what the model makes of the taps, where it is kept for several runs."""
 
     @classmethod
     def build(
@@ -224,17 +226,21 @@ class Packed:
         taps = tuple(
             c[0].to(device) if len(c) == 1 else torch.cat([t.to(device) for t in c]) for c in columns
         )
-        sink = None
-        if sinks is not None:
-            sink = (torch.tensor(sinks, dtype=torch.int64) + cu[:-1, None]).to(device)
-        return cls(
+        packed = cls(
             inputs=inputs.to(device),
             taps=taps,
             cu_seqlens=cu.to(device),
             positions=positions.to(device),
             last=last.to(device),
-            sink=sink,
         )
+        return packed.with_sinks(sinks)
+
+    def with_sinks(self, sinks: Sequence[tuple[int, int]] | None) -> Packed:
+        """Return the same rows under other sinks: per sequence (start, end) positions; None: no sinks."""
+        if sinks is None:
+            return replace(self, sink=None)
+        starts = self.cu_seqlens[:-1, None]
+        return replace(self, sink=torch.tensor(sinks, dtype=torch.int64, device=starts.device) + starts)
 
 
 def sink_span(
@@ -294,18 +300,12 @@ class _Chains:
         sink = packed.sink if window is not None else None
         if self.probe is not None and self.probe.regions is not None and layer.index == 0:
             labels, count = self.probe.regions
-
-            def stats(recent: int | None) -> tuple[Tensor, Tensor, Tensor]:
-                return chain_attention_stats(
-                    q, k, v, own_k, own_v, rows, packed.cu_seqlens, recent=recent,
-                    window=window, sink=sink, q_sink=q_sink, labels=labels, num_regions=count,
-                )  # fmt: skip
-
-            out, mass, entropy = stats(None)
-            self.seen |= {"mass": mass, "entropy": entropy}
             recents = self.probe.recents if isinstance(self.probe, RecentProbe) else ()
-            if recents:
-                self.seen["recent"] = torch.stack([stats(w)[1][..., count] for w in recents], dim=-1)
+            out, mass, entropy, near = chain_attention_shares(
+                q, k, v, own_k, own_v, rows, packed.cu_seqlens, labels, count, recents,
+                window=window, sink=sink, q_sink=q_sink,
+            )  # fmt: skip
+            self.seen |= {"mass": mass, "entropy": entropy, "recent": near}
             return out
         return chain_attention(
             q, k, v, own_k, own_v, rows, packed.cu_seqlens,
@@ -351,10 +351,12 @@ class _Chains:
             block = slice(start, min(start + block_rows, num_rows))
             embeds = hidden_in = None
             if hidden is None:
-                hidden_in, embeds = (
-                    model.fuse([t[block] for t in packed.taps]),
-                    model.embed(packed.inputs[block], packed.positions[block]),
+                hidden_in = (
+                    model.fuse([t[block] for t in packed.taps])
+                    if packed.fused is None
+                    else packed.fused[block]
                 )
+                embeds = model.embed(packed.inputs[block], packed.positions[block])
                 if perturb is not None:
                     which = torch.arange(block.start, block.stop, device=queries.device)
                     hidden_in, embeds = perturb(1, which, hidden_in, embeds)

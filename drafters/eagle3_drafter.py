@@ -8,6 +8,7 @@ Example:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from specbench.drafters.chains import Packed, Perturb, Probe, run_chains, sink_s
 from specbench.drafters.eagle3 import Eagle3Model
 from specbench.drafters.eagle3_session import Eagle3Session
 from specbench.drafters.mtp import MtpModel
-from specbench.drafters.scoring import Judge, check_sampler, groups, pack_traces, system_span
+from specbench.drafters.scoring import DraftListener, Judge, check_sampler, groups, pack_traces, system_span
 from specbench.errors import UserError
 from specbench.types import (
     DrafterInfo,
@@ -30,6 +31,16 @@ from specbench.types import (
 
 BLOCK_ROWS = 4096
 """Rows whose inputs are made at a time in step 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Prepared:
+    """Traces packed, ready to be replayed."""
+
+    traces: Sequence[Trace]
+    packed: Packed
+    rows: Tensor
+    """[sum of A-1] int64 packed rows of all round starts."""
 
 
 class Eagle3Drafter:
@@ -85,13 +96,13 @@ class Eagle3Drafter:
         Raises:
             UserError: a trace lacks a tap.
         """
-        config = self.model.config
-        sinks = None
-        if config.sink != "none":
-            ids = [(t.prompt.token_ids, system_span(t.prompt)) for t in traces]
-            sinks = [sink_span(config, tokens, self.target.bos_id, span) for tokens, span in ids]
+        model = self.model
         return pack_traces(
-            traces, taps=config.taps, name=self.info.name, device=self.model.device, sinks=sinks
+            traces,
+            taps=model.config.taps,
+            name=self.info.name,
+            device=model.device,
+            sinks=self._sinks(traces),
         )
 
     def score(
@@ -117,7 +128,54 @@ class Eagle3Drafter:
         results: list[PositionScores] = []
         with torch.inference_mode():
             for group in groups(traces, self._row_bytes()):
-                results += self._score_pack(group, request, probe, perturb)
+                packed, rows = self.pack(group)
+                part = Prepared(traces=group, packed=packed, rows=rows)
+                results += self._replay(part, request, probe, perturb, None)
+        return results
+
+    def prepare(self, traces: Sequence[Trace]) -> list[Prepared]:
+        """Pack traces for several replays: taps are fused once.
+
+        Raises:
+            UserError: a trace lacks a tap.
+        """
+        parts = []
+        with torch.inference_mode():
+            for group in groups(traces, self._row_bytes()):
+                packed, rows = self.pack(group)
+                blocks = zip(*(torch.split(tap, BLOCK_ROWS) for tap in packed.taps), strict=True)
+                fused = torch.cat([self.model.fuse(block) for block in blocks])
+                parts.append(Prepared(traces=group, packed=replace(packed, fused=fused), rows=rows))
+        return parts
+
+    def replay(
+        self,
+        prepared: Sequence[Prepared],
+        request: ScoreRequest,
+        *,
+        probe: Probe | None = None,
+        perturb: Perturb | None = None,
+        beyond: int = -1,
+    ) -> list[PositionScores]:
+        """Score prepared traces; see ``score``.
+
+        Args:
+            prepared: by this drafter, or by one with the same weights and taps.
+            request: as of ``score``, like all arguments not named here.
+            probe: sees every step.
+            perturb: changes what the steps read.
+            beyond: chains on positions up to this one are left out; they show as nothing accepted.
+
+        Raises:
+            UserError: rejection sampling is asked of a greedy trace.
+        """
+        results: list[PositionScores] = []
+        with torch.inference_mode():
+            for part in prepared:
+                check_sampler(part.traces, request)
+                packed = part.packed.with_sinks(self._sinks(part.traces))
+                which = (packed.positions[part.rows] > beyond).nonzero().flatten() if beyond >= 0 else None
+                results += self._replay(replace(part, packed=packed), request, probe, perturb, which)
         return results
 
     def _row_bytes(self) -> int:
@@ -125,16 +183,37 @@ class Eagle3Drafter:
         per_row = len(c.taps) * c.target_hidden_size + 6 * c.hidden_size + 2 * c.num_kv_heads * c.head_dim
         return self.model.dtype.itemsize * per_row
 
-    def _score_pack(
-        self, traces: Sequence[Trace], request: ScoreRequest, probe: Probe | None, perturb: Perturb | None
+    def _sinks(self, traces: Sequence[Trace]) -> list[tuple[int, int]] | None:
+        config = self.model.config
+        if config.sink == "none":
+            return None
+        return [
+            sink_span(config, t.prompt.token_ids, self.target.bos_id, system_span(t.prompt)) for t in traces
+        ]
+
+    def _replay(
+        self,
+        part: Prepared,
+        request: ScoreRequest,
+        probe: Probe | None,
+        perturb: Perturb | None,
+        which: Tensor | None,
     ) -> list[PositionScores]:
-        packed, rows = self.pack(traces)
-        judge = Judge(self.model, packed, rows, traces, request)
+        """Run the chains on ``part.rows``, or only on those at indices ``which``."""
+        listener = probe if isinstance(probe, DraftListener) else None
+        judge = Judge(self.model, part.packed, part.rows, part.traces, request, listener)
+        rows, on_step = part.rows, judge.__call__
+        if which is not None:
+            rows = rows[which]
+
+            def on_step(step: int, active: Tensor, post: Tensor) -> Tensor | None:
+                return judge(step, which[active], post)
+
         run_chains(
-            self.model, packed, rows, request.depth, judge,
+            self.model, part.packed, rows, request.depth, on_step,
             probe=probe, perturb=perturb, block_rows=BLOCK_ROWS,
         )  # fmt: skip
-        return judge.results(traces)
+        return judge.results(part.traces)
 
 
 def create(argument: str | None, options: Mapping[str, str], target: TargetWeights) -> Eagle3Drafter:

@@ -327,6 +327,19 @@ class DrafterModel(nn.Module):
         scale: float = self.config.logit_scale
         return logits if scale == 1.0 else logits * scale
 
+    def contenders(self, post: Tensor, draft_ids: Tensor) -> Tensor:
+        """Return the indices [m] of the rows whose best token may be ``draft_ids`` [n] (-1: none is meant).
+
+        An eighth of the head is enough to beat most tokens that are not the best; the others take the whole head.
+        """
+        head = self.head_weight()
+        few = F.linear(post, head[: max(1, len(head) // 8)]).amax(-1).float()
+        meant = (post.float() * head[draft_ids.clamp(min=0)].float()).sum(-1)
+        # beyond what rounding in the weights' dtype could turn round; NaN beats nothing
+        margin = (8 * torch.finfo(post.dtype).eps + 1e-5) * (few.abs() + meant.abs())
+        beaten = (few > meant + margin) | (draft_ids < 0)
+        return (~beaten).nonzero().flatten()
+
     def fingerprint(self) -> str:
         """Return SHA-256 over configuration, vocabulary map and weights, the first 16 hex digits."""
         config = json.dumps(asdict(self.config), sort_keys=True, default=str)

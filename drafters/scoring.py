@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from specbench.types import PositionScores, RenderedPrompt, ScoreRequest, Trace
 
 PACK_BYTES = 512 * 2**20
 """Bound on what one pack's rows take while they are scored."""
+_BEATEN = -2
+"""In place of a draft id: some token beats the label, whichever is best."""
 LOGIT_BYTES = 128 * 2**20
 """Bound on one block of logits."""
 
@@ -98,6 +100,15 @@ def pack_traces(
     return packed, torch.cat(rows).to(device)
 
 
+@runtime_checkable
+class DraftListener(Protocol):
+    """Hears what every chain drafts."""
+
+    def on_drafts(self, rows: Tensor, draft_ids: Tensor) -> None:
+        """Take in one step: packed rows [R_j] and the best draft id [R_j] of the chain on each."""
+        ...
+
+
 class Judge:
     """Compares every step with the trace; the ``on_step`` of scoring.
 
@@ -111,8 +122,18 @@ class Judge:
         rows: Tensor,
         traces: Sequence[Trace],
         request: ScoreRequest,
+        listener: DraftListener | None = None,
     ) -> None:
         self.model, self.packed, self.rows, self.request = model, packed, rows, request
+        self.listener = listener
+        # whether single rows may do without the whole head: a GPU gains nothing by it
+        self.screens = (
+            request.sampler == "greedy"
+            and listener is None
+            and rows.device.type == "cpu"
+            and model.config.logit_scale > 0
+            and bool(model.head_weight().sum().isfinite())
+        )
         device, k = rows.device, request.depth
         self.accepted = torch.zeros(rows.shape[0], dtype=torch.int64, device=device)
         # whether all steps so far hit; chains that go on after a miss must not be counted again
@@ -136,6 +157,8 @@ class Judge:
         label_rows = self.rows[active] + step
         labels = self.model.draft_ids[self.packed.inputs[label_rows]]
         best, log_q, bad = self._read(post, labels, label_rows)
+        if self.listener is not None:
+            self.listener.on_drafts(self.rows[active], best)
         hits = best == labels
         self.nonfinite[active] += bad
         alive = self.alive[active] & hits
@@ -152,21 +175,26 @@ class Judge:
         return None if self.request.full_chains else going
 
     def _read(self, post: Tensor, labels: Tensor, label_rows: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Return best draft ids, log q of the labels (rejection only; -inf outside), bad rows."""
+        """Return best draft ids, log q of the labels (rejection only; -inf outside), bad rows.
+
+        Best ids of rows that cannot hit may be left out: they are then ``_BEATEN``.
+        """
         block = max(1, LOGIT_BYTES // (4 * self.model.config.draft_vocab_size))
-        best, log_q, bad = [], [], []
-        for start in range(0, post.shape[0], block):
-            piece = slice(start, start + block)
-            logits = self.model.logits(post[piece])
-            top, index = logits.max(dim=-1)
-            best.append(index)
-            bad.append(~(top.isfinite() & post[piece].isfinite().all(-1)))
+        best, log_q = torch.full_like(labels, _BEATEN), []
+        bad = ~post.isfinite().all(-1)
+        chosen = torch.arange(len(labels), device=labels.device)
+        if self.screens:
+            chosen = self.model.contenders(post, labels)
+        for piece in torch.split(chosen, block):
+            logits = self.model.logits(post if len(piece) == len(post) else post[piece])
+            top, best[piece] = logits.max(dim=-1)
+            bad[piece] |= ~top.isfinite()
             if self.alpha is not None:
                 heated = logits.double() / self.temperature[label_rows[piece], None]
-                chosen = heated.gather(-1, labels[piece].clamp(min=0)[:, None]).squeeze(-1)
-                inside = chosen - heated.logsumexp(-1)
+                label = heated.gather(-1, labels[piece].clamp(min=0)[:, None]).squeeze(-1)
+                inside = label - heated.logsumexp(-1)
                 log_q.append(torch.where(labels[piece] < 0, -math.inf, inside))
-        return torch.cat(best), torch.cat(log_q) if log_q else None, torch.cat(bad)
+        return best, torch.cat(log_q) if log_q else None, bad
 
     def results(self, traces: Sequence[Trace]) -> list[PositionScores]:
         """Return what was found, one result per trace."""

@@ -10,25 +10,28 @@ Example:
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from specbench.config import RunConfig
 from specbench.drafters.eagle3 import Eagle3Model
-from specbench.drafters.eagle3_drafter import Eagle3Drafter
+from specbench.drafters.eagle3_drafter import Eagle3Drafter, Prepared
 from specbench.drafters.resolve import load_drafter, parse_drafters, required_taps
 from specbench.drafters.scoring import system_span
 from specbench.errors import UserError
 from specbench.perturbations.resolve import resolve_conditions
 from specbench.results.diagnosis_store import DiagnosisWriter
 from specbench.runners.answers import Answerer
-from specbench.runners.check import Setting, resettled
 from specbench.runners.diagnose_probe import (
     PREFIX_REGIONS,
     Chain,
@@ -49,6 +52,8 @@ from specbench.types import CLEAN, PositionScores, RenderedPrompt, ScoreRequest,
 _GROUP_TRACES = 8
 _GROUP_ROWS = 8192
 """Answers are looked at in groups of at most this many and this many rows."""
+_KEPT_BYTES = 256 << 20
+"""Bound on the draws of noise that a thread keeps."""
 _CHAIN_ROWS = 600
 """Positions of the longest answer whose chain is drawn."""
 _BUCKETS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -236,6 +241,20 @@ def _groups(traces: Iterator[Trace]) -> Iterator[list[Trace]]:
 # ---- looking
 
 
+_Table = tuple[str, list[dict[str, Any]]]
+"""Name and rows."""
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """What one call saw."""
+
+    tables: list[_Table]
+    scores: PositionScores | None = None
+    deviation: float = 0.0
+
+
 class Job:
     """Looks at answers group by group and writes what it sees."""
 
@@ -258,64 +277,95 @@ class Job:
         self.deviation = 0.0
         self.prompts: set[str] = set()
         self.answers = 0
-        self._windowed: dict[tuple[str, int, str, str], Eagle3Drafter] = {}
         self._drawn = False
 
     def take(self, group: Sequence[Trace]) -> None:
         """Look at a group of answers with every drafter."""
         self.answers += len(group)
         self.prompts.update(trace.prompt.prompt_id for trace in group)
-        for name, drafter in self.drafters.items():
-            if name not in self.sinks:
-                self.sinks[name] = find_sink(drafter, group)
-            clean = [self._chains(name, drafter, trace) for trace in group]
-            rows = [
-                self._acceptance(name, t, s, part=part, depth=depth)
-                for part, depth in (("clean", self.measures.deep), ("base", self.measures.depth))
-                for t, s in zip(group, clean, strict=True)
-            ]
-            self.writer.add("acceptance", rows)
-            self._lengths(name, group, clean)
-            self._noise(name, drafter, group)
-            self._windows(name, drafter, group)
-        self._draw(group)
+        names, drafters = list(self.drafters), list(self.drafters.values())
+        if not self.sinks:
+            sinks = self._results([partial(find_sink, drafter, group) for drafter in drafters])
+            self.sinks = dict(zip(names, sinks, strict=True))
+        packed = self._results([partial(drafter.prepare, group) for drafter in drafters])
+        packs = dict(zip(names, packed, strict=True))
+        draws = [(path, draw) for path in ("hidden", "embed") for draw in range(self.measures.seeds)]
+        noise = [partial(self._noise, path, draw, group, packs) for path, draw in draws]
+        own = [partial(self._own, name, group, packs[name]) for name in packs]
+        chains = [partial(self._chains, name, trace) for name in packs for trace in group]
+        # the long ones first, so that no thread is left with one at the end
+        found = self._run([*noise, *own, *chains])
+        clean: dict[str, list[PositionScores]] = {}
+        for i, name in enumerate(packs):
+            mine = found[len(noise) + len(own) + i * len(group) :][: len(group)]
+            clean[name] = [one.scores for one in mine if one.scores is not None]
+            self._clean(name, group, clean[name])
+        windows = [call for name in packs for call in self._window_calls(name, group, clean[name])]
+        self._run([*windows, *self._drawing(group)])
+
+    def _results(self, calls: Sequence[Callable[[], _T]]) -> list[_T]:
+        return run_all(calls, self.source.weights.embed.device)
+
+    def _run(self, calls: Sequence[Callable[[], _Found]]) -> list[_Found]:
+        """Return what the calls find, in their order, and write its rows."""
+        found = self._results(calls)
+        for one in found:
+            self.deviation = max(self.deviation, one.deviation)
+            for table, rows in one.tables:
+                self.writer.add(table, rows)
+        return found
+
+    def _clean(self, name: str, group: Sequence[Trace], clean: Sequence[PositionScores]) -> None:
+        rows = [
+            self._acceptance(name, t, s, part=part, depth=depth)
+            for part, depth in (("clean", self.measures.deep), ("base", self.measures.depth))
+            for t, s in zip(group, clean, strict=True)
+        ]
+        self.writer.add("acceptance", rows)
+        self._lengths(name, group, clean)
 
     # -- chains to full depth
 
-    def _chains(self, name: str, drafter: Eagle3Drafter, trace: Trace) -> PositionScores:
-        """Parts 1 to 3 and 5: full chains on target tokens, on own tokens, and with the state pinned."""
-        m = self.measures
+    def _chains(self, name: str, trace: Trace) -> _Found:
+        """Parts 1 to 3 and 5: full chains on target tokens, and with the state pinned."""
+        m, drafter = self.measures, self.drafters[name]
+        prepared = drafter.prepare([trace])
         watch = self._watch(name, drafter, trace)
         deep = ScoreRequest(depth=m.deep, full_chains=True)
-        (scores,) = drafter.score([trace], deep, probe=watch)
-        self._write_watch(name, trace, watch, "plain")
-        own = OwnTokens(drafter.model, len(trace.ids) - 1)
-        (fed_own,) = drafter.score([trace], deep, probe=own, perturb=own)
-        keys = self._keys(name, trace)
-        self.writer.add("depth", [*_forced_rows(keys, "target", scores), *_forced_rows(keys, "own", fed_own)])
+        (scores,) = drafter.replay(prepared, deep, probe=watch)
         pinned = self._watch(name, drafter, trace)
         request = ScoreRequest(depth=m.depth, full_chains=True)
-        (pin,) = drafter.score([trace], request, probe=pinned, perturb=Pin(len(trace.ids) - 1))
-        self._write_watch(name, trace, pinned, "pin")
-        self.writer.add("acceptance", [self._acceptance(name, trace, pin, part="pin", depth=m.depth)])
-        return scores
+        (pin,) = drafter.replay(prepared, request, probe=pinned, perturb=Pin(len(trace.ids) - 1))
+        tables = [
+            *self._watch_rows(name, trace, watch, "plain"),
+            ("depth", _forced_rows(self._keys(name, trace), "target", scores)),
+            *self._watch_rows(name, trace, pinned, "pin"),
+            ("acceptance", [self._acceptance(name, trace, pin, part="pin", depth=m.depth)]),
+        ]
+        return _Found(tables=tables, scores=scores, deviation=max(watch.deviation, pinned.deviation))
+
+    def _own(self, name: str, group: Sequence[Trace], packs: Sequence[Prepared]) -> _Found:
+        """Part 3 with the chains' own tokens."""
+        request = ScoreRequest(depth=self.measures.deep, full_chains=True)
+        drafter, scores = self.drafters[name], []
+        for pack in packs:
+            own = OwnTokens(drafter.model, len(pack.packed.inputs))
+            scores += drafter.replay([pack], request, probe=own, perturb=own)
+        pairs = zip(group, scores, strict=True)
+        rows = [row for t, s in pairs for row in _forced_rows(self._keys(name, t), "own", s)]
+        return _Found(tables=[("depth", rows)])
 
     def _watch(self, name: str, drafter: Eagle3Drafter, trace: Trace) -> Watch:
         sink = self.sinks[name].position
         return Watch(trace, taps=drafter.info.taps, sink=sink, depth=self.measures.depth)
 
-    def _write_watch(self, name: str, trace: Trace, watch: Watch, arm: str) -> None:
-        self.deviation = max(self.deviation, watch.deviation)
+    def _watch_rows(self, name: str, trace: Trace, watch: Watch, arm: str) -> list[_Table]:
         keys = self._keys(name, trace) | {"arm": arm}
-        self.writer.add(
-            "magnitudes",
-            [
-                keys
-                | {"quantity": quantity, "step": step, "rms": float(size.mean()), "num_chains": len(size)}
-                for quantity, steps in watch.sizes.items()
-                for step, size in steps.items()
-            ],
-        )
+        sizes = [
+            keys | {"quantity": quantity, "step": step, "rms": float(size.mean()), "num_chains": len(size)}
+            for quantity, steps in watch.sizes.items()
+            for step, size in steps.items()
+        ]
         means, heads = [], []
         for step, shares in watch.attention.items():
             for measure, share in shares.items():
@@ -328,8 +378,7 @@ class Job:
                         row | _values(value, other) | {"head": head}
                         for head, (value, other) in enumerate(zip(share.mean(0), others, strict=True))
                     ]
-        self.writer.add("attention", means)
-        self.writer.add("attention_heads", heads)
+        return [("magnitudes", sizes), ("attention", means), ("attention_heads", heads)]
 
     def _lengths(self, name: str, group: Sequence[Trace], scores: Sequence[PositionScores]) -> None:
         rows = []
@@ -352,71 +401,77 @@ class Job:
 
     # -- chains up to their first miss
 
-    def _noise(self, name: str, drafter: Eagle3Drafter, group: Sequence[Trace]) -> None:
-        """Part 4: the same draws for every drafter."""
+    def _noise(
+        self, path: str, draw: int, group: Sequence[Trace], packs: Mapping[str, Sequence[Prepared]]
+    ) -> _Found:
+        """Part 4: the same draws for every drafter and size."""
         m = self.measures
         num_rows = sum(len(trace.ids) - 1 for trace in group)
+        digest = hashlib.sha256(repr((self.seed, draw, path, group[0].prompt.key)).encode()).digest()
+        seed = int.from_bytes(digest[:8], "little") % (1 << 62)
+        width = max(drafter.model.config.hidden_size for drafter in self.drafters.values())
+        kept: dict[tuple[int, int], Tensor] | None = {}
+        if 4 * m.depth * num_rows * width > _KEPT_BYTES:
+            kept = None  # long answers to a wide target: drawn anew every time
         rows = []
-        for path in ("hidden", "embed"):
-            for alpha in m.alphas:
-                for draw in range(m.seeds):
-                    digest = hashlib.sha256(
-                        repr((self.seed, draw, path, group[0].prompt.key)).encode()
-                    ).digest()
-                    seed = int.from_bytes(digest[:8], "little") % (1 << 62)
-                    noise = GaussianNoise(path=path, alpha=alpha, seed=seed, num_rows=num_rows)
-                    scores = drafter.score(group, ScoreRequest(depth=m.depth), perturb=noise)
-                    setting: dict[str, Any] = {"path": path, "alpha": alpha, "seed": draw}
-                    rows += [
-                        self._acceptance(
-                            name, t, s, part="noise", arm=f"{path} {alpha:g}", depth=m.depth, **setting
-                        )
-                        for t, s in zip(group, scores, strict=True)
-                    ]
-        self.writer.add("acceptance", rows)
+        for alpha in m.alphas:
+            for name, drafter in self.drafters.items():
+                noise = GaussianNoise(path=path, alpha=alpha, seed=seed, num_rows=num_rows, kept=kept)
+                scores = drafter.replay(packs[name], ScoreRequest(depth=m.depth), perturb=noise)
+                setting: dict[str, Any] = {"path": path, "alpha": alpha, "seed": draw}
+                rows += [
+                    self._acceptance(
+                        name, t, s, part="noise", arm=f"{path} {alpha:g}", depth=m.depth, **setting
+                    )
+                    for t, s in zip(group, scores, strict=True)
+                ]
+        return _Found(tables=[("acceptance", rows)])
 
-    def _windows(self, name: str, drafter: Eagle3Drafter, group: Sequence[Trace]) -> None:
+    def _window_calls(
+        self, name: str, group: Sequence[Trace], clean: Sequence[PositionScores]
+    ) -> list[Callable[[], _Found]]:
         """Part 6, on the answers that are longer than the window; on others a window changes nothing."""
-        if not isinstance(drafter.model, Eagle3Model):
-            return  # MTP heads have no window to choose
-        m, rows = self.measures, []
-        for window in m.windows:
-            longer = [t for t in group if len(t.ids) > window]
-            for sink in ("none", "bos", "first4", "system"):
-                able = (
-                    longer if sink != "system" else [t for t in longer if system_span(t.prompt) is not None]
-                )
-                for positions in ("absolute", "repacked") if sink != "none" else ("absolute",):
-                    if not able:
-                        continue
-                    changed = self._window(name, drafter, window, sink, positions)
-                    scores = changed.score(able, ScoreRequest(depth=m.depth))
-                    arm = f"{window} {sink} {positions}"
-                    setting: dict[str, Any] = {"window": window, "sink": sink, "positions": positions}
-                    rows += [
-                        self._acceptance(name, t, s, part="window", arm=arm, depth=m.depth, **setting)
-                        for t, s in zip(able, scores, strict=True)
-                    ]
-        full = self._window(name, drafter, 0, "none", "absolute")
-        longer = [t for t in group if len(t.ids) > min(m.windows, default=1 << 40)]
-        if longer:
-            scores = full.score(longer, ScoreRequest(depth=m.depth))
-            rows += [
-                self._acceptance(name, t, s, part="window", arm="full", depth=m.depth)
-                for t, s in zip(longer, scores, strict=True)
-            ]
+        drafter, m = self.drafters[name], self.measures
+        if not isinstance(drafter.model, Eagle3Model) or not m.windows:
+            return []  # MTP heads have no window to choose
+        longest = [(t, s) for t, s in zip(group, clean, strict=True) if len(t.ids) > min(m.windows)]
+        if any(drafter.model.config.windows):
+            traces = [t for t, _ in longest]
+            whole = _windowed(drafter, 0, "none", "absolute")
+            (full,) = self._results([partial(whole.score, traces, ScoreRequest(depth=m.depth))])
+            longest = list(zip(traces, full, strict=True))
+        rows = [self._acceptance(name, t, s, part="window", arm="full", depth=m.depth) for t, s in longest]
         self.writer.add("acceptance", rows)
+        return [
+            partial(self._windows, name, window, [(t, s) for t, s in longest if len(t.ids) > window])
+            for window in m.windows
+        ]
 
-    def _window(
-        self, name: str, drafter: Eagle3Drafter, window: int, sink: str, positions: str
-    ) -> Eagle3Drafter:
-        key = (name, window, sink, positions)
-        if key not in self._windowed:
-            windows = (window,) * drafter.model.config.num_layers if window else ()
-            changes = {"windows": windows, "sink": sink, "positions": positions}
-            setting = Setting(name="window", advice="", changes=changes)
-            self._windowed[key] = resettled(drafter, self.source.weights, setting)
-        return self._windowed[key]
+    def _windows(self, name: str, window: int, answers: Sequence[tuple[Trace, PositionScores]]) -> _Found:
+        """One window with every sink; ``answers`` come with their scores under full attention."""
+        m, drafter, rows = self.measures, self.drafters[name], []
+        with_system = [(t, s) for t, s in answers if system_span(t.prompt) is not None]
+        # chains up to here end inside their first window: they are those of full attention
+        idle = window - m.depth
+        for sinks, able in ((("none", "bos", "first4"), answers), (("system",), with_system)):
+            prepared = drafter.prepare([t for t, _ in able])
+            for sink, positions in _placements(sinks):
+                changed = _windowed(drafter, window, sink, positions)
+                scores = changed.replay(prepared, ScoreRequest(depth=m.depth), beyond=idle)
+                setting: dict[str, Any] = {"window": window, "sink": sink, "positions": positions}
+                rows += [
+                    self._acceptance(
+                        name,
+                        trace,
+                        _from(idle + 1 - (trace.prompt_length - 1), one, full),
+                        part="window",
+                        arm=f"{window} {sink} {positions}",
+                        depth=m.depth,
+                        **setting,
+                    )
+                    for (trace, full), one in zip(able, scores, strict=True)
+                ]
+        return _Found(tables=[("acceptance", rows)])
 
     # -- rows
 
@@ -454,42 +509,86 @@ class Job:
             "at_least": [sum(c >= i for c in counts) for i in range(depth + 1)],
         }
 
-    def _draw(self, group: Sequence[Trace]) -> None:
+    def _drawing(self, group: Sequence[Trace]) -> list[Callable[[], _Found]]:
         """Keep one chain of the first answer that is long enough to show one and short enough to draw."""
         depth = self.measures.depth
         fit = (t for t in group if depth + 8 < len(t.answer_ids) and len(t.ids) <= _CHAIN_ROWS)
         trace = next(fit, None)
         if self._drawn or trace is None:
-            return
+            return []
         self._drawn = True
         row = (
             trace.prompt_length
             - 1
             + min(len(trace.answer_ids) - depth - 2, max(8, len(trace.answer_ids) // 2))
         )
-        for name, drafter in self.drafters.items():
-            chain = Chain(trace, row, depth)
-            drafter.score([trace], ScoreRequest(depth=depth, full_chains=True), probe=chain)
-            watch = self._watch(name, drafter, trace)
-            rows = []
-            for step, mass in enumerate(chain.mass, start=1):
-                for position, value in enumerate(mass.tolist()):
-                    region = PREFIX_REGIONS[int(watch.labels[position])] if position <= row else "own"
-                    if position == row + step - 1:
-                        region = "self"
-                    rows.append(
-                        {
-                            "drafter": name,
-                            "prompt_id": trace.prompt.prompt_id,
-                            "row": row,
-                            "step": step,
-                            "position": position,
-                            "region": region,
-                            "token": self.source.decode([trace.ids[position]]),
-                            "mass": value,
-                        }
-                    )
-            self.writer.add("chain", rows)
+        return [partial(self._draw, name, trace, row) for name in self.drafters]
+
+    def _draw(self, name: str, trace: Trace, row: int) -> _Found:
+        drafter, depth = self.drafters[name], self.measures.depth
+        chain = Chain(trace, row, depth)
+        drafter.score([trace], ScoreRequest(depth=depth, full_chains=True), probe=chain)
+        watch = self._watch(name, drafter, trace)
+        rows = []
+        for step, mass in enumerate(chain.mass, start=1):
+            for position, value in enumerate(mass.tolist()):
+                region = PREFIX_REGIONS[int(watch.labels[position])] if position <= row else "own"
+                if position == row + step - 1:
+                    region = "self"
+                rows.append(
+                    {
+                        "drafter": name,
+                        "prompt_id": trace.prompt.prompt_id,
+                        "row": row,
+                        "step": step,
+                        "position": position,
+                        "region": region,
+                        "token": self.source.decode([trace.ids[position]]),
+                        "mass": value,
+                    }
+                )
+        return _Found(tables=[("chain", rows)])
+
+
+def run_all(calls: Sequence[Callable[[], _T]], device: torch.device) -> list[_T]:
+    """Return the calls' results: on a CPU, each call on one of as many threads as torch has, else in turn.
+
+    Single replays are too small to share: most of their steps have few rows, and threads that share one wait for each
+    other, spinning, where cores are busy.
+    """
+    threads = torch.get_num_threads() if device.type == "cpu" else 1
+    if threads == 1:
+        return [call() for call in calls]
+    try:
+        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            return list(pool.map(lambda call: call(), calls))
+    finally:
+        # what threads that start later get
+        torch.set_num_threads(threads)
+
+
+def _placements(sinks: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Every (sink, positions) that makes sense: without a sink there is nothing to re-pack."""
+    for sink in sinks:
+        for positions in ("absolute", "repacked") if sink != "none" else ("absolute",):
+            yield sink, positions
+
+
+def _windowed(drafter: Eagle3Drafter, window: int, sink: str, positions: str) -> Eagle3Drafter:
+    """Return a drafter of the same weights that looks through a window; 0: through none."""
+    changed, model = copy.copy(drafter), copy.copy(drafter.model)
+    changes: dict[str, Any] = {"sink": sink, "positions": positions}
+    changes["windows"] = (window,) * model.config.num_layers if window else ()
+    # the weights stay shared
+    model.config = replace(model.config, **changes)
+    changed.model = model
+    return changed
+
+
+def _from(start: int, scores: PositionScores, before: PositionScores) -> PositionScores:
+    """Return ``scores`` from round start ``start`` on, and what ``before`` says up to there."""
+    head = before.accepted[: max(0, start)].clamp(max=scores.depth)
+    return replace(scores, accepted=torch.cat((head, scores.accepted[len(head) :])))
 
 
 def find_sink(drafter: Eagle3Drafter, traces: Sequence[Trace]) -> SinkSearch:

@@ -238,18 +238,19 @@ class OwnTokens:
         """Prepare.
 
         Args:
-            model: an ``Eagle3Model`` or what has the same ``norm``, ``logits``, ``target_ids`` and ``embed``.
-            num_rows: rows of the one trace that is scored.
+            model: an ``Eagle3Model`` or what has the same ``target_ids`` and ``embed``.
+            num_rows: packed rows of the traces that are scored.
         """
         self.model = model
         self.tokens = torch.zeros(num_rows, dtype=torch.int64)
         """The newest draft token of the chain that hangs on each row."""
 
     def on_step(self, step: int, tensors: Mapping[str, Tensor]) -> None:
+        """See nothing: what counts is drafted after it."""
+
+    def on_drafts(self, rows: Tensor, draft_ids: Tensor) -> None:
         """Keep what each chain proposes."""
-        model = self.model
-        best = model.logits(model.norm(tensors["residual"])).argmax(-1)
-        self.tokens[tensors["rows"].cpu()] = model.target_ids[best].cpu()
+        self.tokens[rows.cpu()] = self.model.target_ids[draft_ids].cpu()
 
     def __call__(self, step: int, rows: Tensor, hidden: Tensor, embeds: Tensor) -> tuple[Tensor, Tensor]:
         """Return (hidden, embeds) with the embeddings of the chains' own tokens from step 2 on."""

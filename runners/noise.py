@@ -34,13 +34,34 @@ def without_states(drafters: Mapping[str, Drafter]) -> tuple[str, ...]:
 class GaussianNoise:
     """Noise for the rows of one trace; called by the chain computation at every step."""
 
-    def __init__(self, *, path: str, alpha: float, seed: int, num_rows: int) -> None:
+    def __init__(
+        self,
+        *,
+        path: str,
+        alpha: float,
+        seed: int,
+        num_rows: int,
+        kept: dict[tuple[int, int], Tensor] | None = None,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            path: ``hidden`` or ``embed``.
+            alpha: size, in RMS of the state.
+            seed: of the draw.
+            num_rows: packed rows of the chains.
+            kept: draws by step and width, to share among noises of the same seed and rows; filled as they are made.
+
+        Raises:
+            UserError: no such path.
+        """
         if path not in ("hidden", "embed"):
             raise UserError(f"noise goes on the path 'hidden' or 'embed', not on {path!r}")
         self.path = path
         self.alpha = alpha
         self.seed = seed
         self.num_rows = num_rows
+        self._kept = kept
         self._step = 0
         self._noise: Tensor | None = None
 
@@ -52,12 +73,19 @@ class GaussianNoise:
 
     def _disturb(self, step: int, rows: Tensor, x: Tensor) -> Tensor:
         if self._noise is None or step != self._step:
-            generator = torch.Generator().manual_seed(self.seed + step)
-            # one row more than taps: chains end on the row before the last token
-            self._noise = torch.randn(self.num_rows + 1, x.shape[-1], generator=generator)
-            self._step = step
+            self._noise, self._step = self._draw(step, x.shape[-1]), step
         rms = x.float().pow(2).mean(-1, keepdim=True).sqrt()
         return x + (self.alpha * rms * self._noise[rows.cpu()].to(x.device)).to(x.dtype)
+
+    def _draw(self, step: int, width: int) -> Tensor:
+        if self._kept is not None and (step, width) in self._kept:
+            return self._kept[step, width]
+        generator = torch.Generator().manual_seed(self.seed + step)
+        # one row more than taps: chains end on the row before the last token
+        noise = torch.randn(self.num_rows + 1, width, generator=generator)
+        if self._kept is not None:
+            self._kept[step, width] = noise
+        return noise
 
 
 def noise_for(trace: Trace, seed: int) -> GaussianNoise:

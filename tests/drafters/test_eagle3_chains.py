@@ -240,11 +240,29 @@ def test_gradients_equal_those_of_a_naive_sum() -> None:
         torch.testing.assert_close((parameter.grad * direction).sum(), slope, rtol=1e-4, atol=1e-5, msg=name)
 
 
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 1000), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
+def test_no_row_that_hits_is_left_out(seed: int, dtype: torch.dtype) -> None:
+    model = make_model(make_target(), seed).to(dtype)
+    post = torch.randn(64, model.config.hidden_size, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    best = model.logits(post).argmax(-1)
+    assert model.contenders(post, best).tolist() == list(range(64))
+    worst = model.logits(post).argmin(-1)
+    assert len(model.contenders(post, worst)) < 32
+    assert not len(model.contenders(post, torch.full_like(best, -1)))
+
+
 def test_nan_weights_are_counted() -> None:
     target = make_target()
     model = make_model(target)
     with torch.no_grad():
         model.fc.weight.fill_(float("nan"))
+    (scores,) = Eagle3Drafter(model, target.info, "toy").score([make_trace((4, 6), 0)], ScoreRequest(depth=2))
+    assert scores.num_nonfinite == 5
+    model = make_model(target)
+    with torch.no_grad():
+        # one token no label is compared with
+        model.head_weight()[-1] = float("nan")
     (scores,) = Eagle3Drafter(model, target.info, "toy").score([make_trace((4, 6), 0)], ScoreRequest(depth=2))
     assert scores.num_nonfinite == 5
 

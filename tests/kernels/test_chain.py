@@ -16,7 +16,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from specbench.drafters.kernels import dispatch
-from specbench.drafters.kernels.chain import chain_attention, chain_attention_stats, reference
+from specbench.drafters.kernels.chain import (
+    chain_attention,
+    chain_attention_shares,
+    chain_attention_stats,
+    reference,
+)
 from specbench.drafters.kernels.prefix import blocked
 from specbench.errors import SpecbenchWarning, UserError
 
@@ -207,6 +212,18 @@ def test_stats_equal_reference(case: Case) -> None:
         real = (args["rows"] >= 0) & (args["rows"] < args["cu_seqlens"][-1])
         sums = got[1].sum(-1)
         torch.testing.assert_close(sums, real[:, None].expand_as(sums).double(), **CLOSE)
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases(), st.lists(st.integers(1, 12), max_size=3))
+def test_shares_at_once_equal_the_reference_one_by_one(case: Case, recents: list[int]) -> None:
+    args = case.make()
+    labels = torch.arange(args["k"].shape[0]) % 3
+    with small_blocks():
+        got = chain_attention_shares(**args, labels=labels, num_regions=3, recents=recents)
+    want = chain_attention_shares(**args, labels=labels, num_regions=3, recents=recents, backend="reference")
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, **CLOSE)
 
 
 def test_stats_of_equal_scores_by_hand() -> None:

@@ -38,6 +38,7 @@ from specbench.runners.diagnose_probe import (
     region_labels,
     rms,
 )
+from specbench.runners.replay import walk_rounds
 from specbench.types import ScoreRequest, Span, Trace
 
 from ..drafters.eagle3_reference import Naive  # noqa: TID252 - tests are no package
@@ -410,6 +411,41 @@ def test_tables_hold_what_replay_says(diagnosis: Path) -> None:
     pick = [r for r in heads if all(r[k] == v for k, v in wanted.items())]
     (mean,) = [r for r in means if all(r[k] == v for k, v in wanted.items())]
     assert len(pick) == 4 and np.mean([r["value"] for r in pick]) == pytest.approx(mean["value"], rel=1e-5)
+
+
+def test_window_arms_equal_drafters_made_with_the_window(diagnosis: Path) -> None:
+    """Though chains inside their first window are not run again."""
+    rows = pq.read_table(diagnosis / "acceptance.parquet").to_pylist()
+    rows = [r for r in rows if r["part"] == "window" and r["prompt_id"] == "toy/2"]
+    assert len({r["arm"] for r in rows}) == 15
+    post = {"feedback": "post", "norm_per_tap": True}
+    for row in rows:
+        switches = {"windows": (row["window"],) if row["window"] else (), "sink": row["sink"]}
+        switches |= {
+            "positions": row["positions"],
+            **(post if row["drafter"] == "post" else {"feedback": "pre"}),
+        }
+        drafter = drafter_of(1, **switches)
+        (scores,) = drafter.score([trace_of(2, answer=20)], ScoreRequest(depth=3))
+        counts = [r.num_accepted for r in walk_rounds(scores, 20, 3)]
+        assert row["at_least"] == [sum(c >= i for c in counts) for i in range(4)], row["arm"]
+
+
+def test_threads_change_nothing(diagnosis: Path, tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        run(tmp_path / "threads")
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    for table in ("magnitudes", "attention", "depth", "acceptance", "lengths", "chain"):
+        threads = pq.read_table(tmp_path / "threads" / f"{table}.parquet").to_pylist()
+        for got, want in zip(threads, pq.read_table(diagnosis / f"{table}.parquet").to_pylist(), strict=True):
+            floats = {k for k, v in want.items() if isinstance(v, float)}
+            assert {k: got[k] for k in got.keys() - floats} == {k: want[k] for k in want.keys() - floats}
+            for k in floats:
+                assert got[k] == pytest.approx(want[k], rel=1e-4, abs=1e-6)
 
 
 def test_summary_numbers_follow_from_the_tables(diagnosis: Path) -> None:

@@ -9,6 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
 BACKENDS = ("triton", "flex", "sdpa", "reference", "blocked")
@@ -132,6 +134,53 @@ def chain_attention_stats(
         scale=scale,
     )
     return result
+
+
+def chain_attention_shares(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    own_k: Tensor | None,
+    own_v: Tensor | None,
+    rows: Tensor,
+    cu_seqlens: Tensor,
+    labels: Tensor,
+    num_regions: int,
+    recents: Sequence[int],
+    *,
+    window: int | None = None,
+    sink: Tensor | None = None,
+    q_sink: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Chain attention with the mass of every region and, beside it, of what is near, for several widths.
+
+    The blocked backend computes the probabilities once; others run ``chain_attention_stats`` for every width.
+
+    Args:
+        q: as in ``chain_attention_stats``, like all arguments not named here.
+        recents: numbers of last positions w, the query's own included.
+
+    Returns:
+        Output, mass [R, Hq, num_regions + J] and entropy as of ``chain_attention_stats``, and [R, Hq, len(recents)]
+        the mass of those prefix keys inside the window that lie among the last w positions.
+
+    Raises:
+        UserError: unknown backend.
+    """
+    import torch
+
+    _check(q, k, v, own_k, own_v, rows, sink, window)
+    run = _choose(backend, q, k, own_k, q_sink, stats=True)
+    args = (q, k, v, own_k, own_v, rows, cu_seqlens, labels, num_regions)
+    options: dict[str, Any] = {"window": window, "sink": sink, "q_sink": q_sink}
+    if run.__name__.endswith(".blocked"):
+        shares: tuple[Tensor, Tensor, Tensor, Tensor] = run.chain_attention_shares(*args, recents, **options)
+        return shares
+    out, mass, entropy = run.chain_attention_stats(*args, **options)
+    widths = recents if window is None else [min(w, window) for w in recents]
+    near = [run.chain_attention_stats(*args, recent=w, **options)[1][..., num_regions] for w in widths]
+    return out, mass, entropy, torch.stack(near, -1) if near else mass[..., :0]
 
 
 def _differentiable(*inputs: Tensor | None) -> bool:

@@ -5,6 +5,8 @@ Example: ``chain_attention(q, k, v, own_k, own_v, rows, cu_seqlens, window=1024)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from specbench.drafters.kernels.prefix import blocked
@@ -61,5 +63,44 @@ def chain_attention_stats(
     far = None if q_sink is None else q_sink[:, None]
     options = chain_options(q, own_k, window, scale)
     args = (q[:, None], k, v, own_k, own_v, far, rows, cu_seqlens, sink, options, labels, num_regions, recent)
-    out, mass, entropy = blocked.statistics(*args)
+    out, mass, entropy, _ = blocked.statistics(*args)
     return out[:, 0], mass[:, 0], entropy[:, 0]
+
+
+def chain_attention_shares(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    own_k: Tensor | None,
+    own_v: Tensor | None,
+    rows: Tensor,
+    cu_seqlens: Tensor,
+    labels: Tensor,
+    num_regions: int,
+    recents: Sequence[int],
+    *,
+    window: int | None = None,
+    sink: Tensor | None = None,
+    q_sink: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return (output, mass, entropy, near); see ``specbench.drafters.kernels.chain.chain_attention_shares``."""
+    far = None if q_sink is None else q_sink[:, None]
+    options = chain_options(q, own_k, window, None)
+    args = (
+        q[:, None],
+        k,
+        v,
+        own_k,
+        own_v,
+        far,
+        rows,
+        cu_seqlens,
+        sink,
+        options,
+        labels,
+        num_regions,
+        None,
+        recents,
+    )
+    out, mass, entropy, near = blocked.statistics(*args)
+    return out[:, 0], mass[:, 0], entropy[:, 0], near[:, 0]

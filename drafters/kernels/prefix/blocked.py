@@ -8,7 +8,7 @@ and nothing else.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -352,16 +352,19 @@ def statistics(
     labels: Tensor,
     num_regions: int,
     recent: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return output [R, T, Hq, D], mass [R, T, Hq, C + J] and entropy [R, T, Hq].
+    recents: Sequence[int] = (),
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return output [R, T, Hq, D], mass [R, T, Hq, C + J], entropy [R, T, Hq] and near [R, T, Hq, len(recents)].
 
-    Args as in ``attend`` and in ``specbench.drafters.kernels.chain.chain_attention_stats``.
+    Args as in ``attend`` and in ``specbench.drafters.kernels.chain``; ``recents`` is for T = 1.
     """
+    assert not recents or q.shape[1] == 1
     x = _Inputs(q, k, v, own_k, own_v, q_sink, rows, options)
     columns = num_regions + (recent is not None)
     out = torch.zeros_like(x.q)
     mass = x.q.new_zeros(*x.q.shape[:3], columns + x.num_own)
     entropy = x.q.new_zeros(x.q.shape[:3])
+    close = x.q.new_zeros(*x.q.shape[:3], len(recents))
     one_hot = torch.nn.functional.one_hot(labels, columns).to(x.q.dtype)
     for block in blocks(rows, cu_seqlens, sink, x.num_queries, options):
         span = slice(block.i0, block.i1)
@@ -373,7 +376,11 @@ def statistics(
             mass[heads, span, :, columns:] = probs[..., probs.shape[-1] - x.num_own :]
             if recent is not None:
                 _move_recent(mass[heads, span], probs, block, labels, x, recent, num_regions)
-    return _ungroup(out, q.shape).to(q.dtype), _ungroup(mass, q.shape), _ungroup(entropy, q.shape)
+            if recents:
+                close[heads, span] = _close(probs, block, x, recents)
+    found = (out.to(q.dtype), mass, entropy, close)
+    output, mass, entropy, close = (_ungroup(part, q.shape) for part in found)
+    return output, mass, entropy, close
 
 
 def _mass(probs: Tensor, block: Block, one_hot: Tensor) -> Tensor:
@@ -383,6 +390,18 @@ def _mass(probs: Tensor, block: Block, one_hot: Tensor) -> Tensor:
     if far:
         mass += probs[..., near : near + far] @ one_hot[block.sink_lo : block.sink_lo + far]
     return mass
+
+
+def _close(probs: Tensor, block: Block, x: _Inputs, recents: Sequence[int]) -> Tensor:
+    """[H, B, G, len(recents)] probability of the prefix keys at the last w positions, for every w."""
+    back = max(0, max(recents) - x.last_shift)
+    # column i: the key i rows before the query's own
+    columns = (x.rows[block.i0 : block.i1, None] - block.key_lo) - torch.arange(back, device=probs.device)
+    seen = (columns >= 0) & (columns < block.num_near)
+    index = columns.clamp(0, max(0, probs.shape[-1] - 1))[:, None].expand(*probs.shape[:3], back)
+    mass = (probs.gather(-1, index) * seen[:, None]).cumsum(-1)
+    mass = torch.nn.functional.pad(mass, (1, 0))
+    return mass[..., [max(0, w - x.last_shift) for w in recents]]
 
 
 def _move_recent(
