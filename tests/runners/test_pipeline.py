@@ -436,10 +436,10 @@ def crash_on(prompt_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the target's pass over a batch with this prompt die."""
     prefill = Answerer._prefill
 
-    def dying(answerer: Answerer, engine: Any, fresh: Sequence[Any], *, first_slot: int) -> None:
+    def dying(answerer: Answerer, engine: Any, fresh: Sequence[Any], *rest: Any, **more: Any) -> None:
         if any(request.prompt.prompt_id == prompt_id for request in fresh):
             raise RuntimeError("device-side assert")
-        prefill(answerer, engine, fresh, first_slot=first_slot)
+        prefill(answerer, engine, fresh, *rest, **more)
 
     monkeypatch.setattr(Answerer, "_prefill", dying)
 
