@@ -24,6 +24,7 @@ from torch import Tensor
 from specbench.config import RunConfig
 from specbench.drafters.eagle3 import Eagle3Config, Eagle3Model
 from specbench.drafters.eagle3_drafter import Eagle3Drafter
+from specbench.drafters.mtp import MtpConfig, MtpModel
 from specbench.drafters.resolve import load_drafter
 from specbench.errors import SpecbenchWarning, UserError
 from specbench.perturbations.resolve import resolve_conditions
@@ -65,7 +66,7 @@ class Setting:
     name: str
     advice: str
     changes: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of ``Eagle3Config``."""
+    """Fields of ``Eagle3Config`` or ``MtpConfig``; for an MTP head also ``reads_normed``."""
     ids: Tensor | None = None
     """[draft_vocab_size] another vocabulary map."""
 
@@ -129,17 +130,17 @@ def eagle_drafter(drafter: Drafter) -> Eagle3Drafter:
         UserError: it is of another kind.
     """
     inner = getattr(drafter, "drafter", drafter)
-    if not isinstance(inner, Eagle3Drafter) or not isinstance(inner.model, Eagle3Model):
+    if not isinstance(inner, Eagle3Drafter):
         raise UserError(
             f"{drafter.info.name!r} is a drafter of kind {drafter.info.kind!r}, which has no settings to vary; check "
-            "examines checkpoints of the EAGLE-3 family"
+            "examines checkpoints of the EAGLE-3 family and MTP heads"
         )
     return inner
 
 
 def needed_taps(drafter: Eagle3Drafter, target: TargetWeights) -> tuple[int, ...]:
     """Return the declared taps and their neighbours, as far as the target has them."""
-    near = {tap + shift for tap in eagle3_model(drafter).config.taps for shift in (-1, 0, 1)}
+    near = {tap + shift for tap in drafter.model.config.taps for shift in (-1, 0, 1)}
     return tuple(sorted(tap for tap in near if 0 <= tap <= target.info.num_layers))
 
 
@@ -166,7 +167,7 @@ def examine(
         seed: of the resamples.
     """
     base = traces[DECLARED]
-    settings = possible_settings(eagle3_model(drafter), target)
+    settings = possible_settings(drafter.model, target)
     note(f"scoring {len(settings) + len(traces)} settings")
     scores = _score(drafter, base, depth)
     readings = [_reading(DECLARED, "", base, scores, depth)]
@@ -193,33 +194,24 @@ def examine(
             *(Remark(text=n, serious=False) for n in drafter.info.notes),
         ],
         depth=depth,
-        settings=_in_words(eagle3_model(drafter).config),
+        settings=_in_words(drafter.model.config),
         repairs=repairs,
         draws=draws,
         seed=seed,
     )
 
 
-def eagle3_model(drafter: Eagle3Drafter) -> Eagle3Model:
-    """Return a drafter's model.
-
-    Raises:
-        UserError: it is an MTP head, which has no switches to vary.
-    """
-    model = drafter.model
-    if not isinstance(model, Eagle3Model):
-        raise UserError(
-            f"specbench check varies the switches of the EAGLE-3 family, and {drafter.info.name!r} is an MTP head; "
-            "score it with specbench run"
-        )
-    return model
-
-
 def resettled(drafter: Eagle3Drafter, target: TargetWeights, setting: Setting) -> Eagle3Drafter:
     """Return the same weights under another setting; norms that the file does not hold have weight 1."""
-    model = eagle3_model(drafter)
+    model = drafter.model
     ids = model.target_ids if setting.ids is None else setting.ids
-    twin = Eagle3Model(replace(model.config, **setting.changes), target, ids, dtype=model.dtype)
+    twin: Eagle3Model | MtpModel
+    if isinstance(model, MtpModel):
+        changes = {"reads_normed": model.final_norm is None} | dict(setting.changes)
+        normed = bool(changes.pop("reads_normed"))
+        twin = MtpModel(replace(model.config, **changes), target, ids, dtype=model.dtype, reads_normed=normed)
+    else:
+        twin = Eagle3Model(replace(model.config, **setting.changes), target, ids, dtype=model.dtype)
     own = model.state_dict()
     needed = twin.state_dict()
     added = [name for name in needed if name not in own]
@@ -236,8 +228,14 @@ def resettled(drafter: Eagle3Drafter, target: TargetWeights, setting: Setting) -
 # ---- the settings
 
 
-def possible_settings(model: Eagle3Model, target: TargetWeights) -> list[Setting]:
+def possible_settings(model: Eagle3Model | MtpModel, target: TargetWeights) -> list[Setting]:
     """Return every departure worth trying on this checkpoint."""
+    if isinstance(model, MtpModel):
+        return [
+            *_state_settings(model),
+            *_vocabulary_settings(model),
+            *_rope_settings(model.config, target),
+        ]
     return [
         *_norm_settings(model.config),
         *_tap_settings(model.config, target),
@@ -276,6 +274,18 @@ def _norm_settings(c: Eagle3Config) -> list[Setting]:
     return found
 
 
+def _state_settings(model: MtpModel) -> list[Setting]:
+    """Return other states of the target that an MTP head may have been trained on."""
+    (last,) = model.config.taps
+    found = []
+    if model.final_norm is not None:
+        advice = "the head was trained on the target's state before its final norm; train it behind that norm"
+        found.append(Setting(name="final_norm=no", advice=advice, changes={"reads_normed": True}))
+    advice = f"the head was trained on hidden state {last - 1}; engines give it the last one"
+    found.append(Setting(name="taps-1", advice=advice, changes={"taps": (last - 1,)}))
+    return found
+
+
 def _tap_settings(c: Eagle3Config, target: TargetWeights) -> list[Setting]:
     found = []
     for shift in (-1, 1):
@@ -286,7 +296,7 @@ def _tap_settings(c: Eagle3Config, target: TargetWeights) -> list[Setting]:
     return found
 
 
-def _vocabulary_settings(model: Eagle3Model) -> list[Setting]:
+def _vocabulary_settings(model: Eagle3Model | MtpModel) -> list[Setting]:
     c, ids = model.config, model.target_ids
     if c.draft_vocab_size == c.vocab_size:
         return []
@@ -311,7 +321,7 @@ def _vocabulary_settings(model: Eagle3Model) -> list[Setting]:
     ]
 
 
-def _rope_settings(c: Eagle3Config, target: TargetWeights) -> list[Setting]:
+def _rope_settings(c: Eagle3Config | MtpConfig, target: TargetWeights) -> list[Setting]:
     own = dict(c.rope)
     ropes: dict[str, dict[str, Any]] = {}
     theirs = dict(target.info.rope_parameters) or {"rope_type": "default", "rope_theta": 10_000.0}
@@ -346,8 +356,10 @@ def _plain_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
     return {k: float(v) if isinstance(v, int) and not isinstance(v, bool) else v for k, v in plain.items()}
 
 
-def _in_words(c: Eagle3Config) -> str:
+def _in_words(c: Eagle3Config | MtpConfig) -> str:
     taps = ",".join(map(str, c.taps))
+    if isinstance(c, MtpConfig):
+        return f"feedback {c.feedback}, the target's state behind its final norm, taps {taps}"
     return f"feedback {c.feedback}, input norm {c.input_norm}, taps {taps}"
 
 
@@ -411,7 +423,7 @@ def _repairs(
     setting: Setting | None = first
     while setting is not None and len(found) < _MAX_REPAIRS:
         drafter = resettled(drafter, target, setting)
-        settings = {s.name: s for s in possible_settings(eagle3_model(drafter), target)}
+        settings = {s.name: s for s in possible_settings(drafter.model, target)}
         scores = _score(drafter, traces, depth)
         readings = [_reading(DECLARED, "", traces, scores, depth)]
         readings += _settings_readings(drafter, target, traces, scores, depth, settings.values())
@@ -427,7 +439,7 @@ class _FirstTokens:
 
     regions = None
 
-    def __init__(self, model: Eagle3Model) -> None:
+    def __init__(self, model: Eagle3Model | MtpModel) -> None:
         self.model = model
         self.best = torch.empty(0, dtype=torch.int64)
 
@@ -442,7 +454,7 @@ def _learned_reading(drafter: Eagle3Drafter, traces: Sequence[Trace]) -> Reading
 
     Whatever is wrong with d2t, a draft id then stands for the token that followed most often where it was proposed.
     """
-    model = eagle3_model(drafter)
+    model = drafter.model
     if model.config.draft_vocab_size == model.config.vocab_size or len(traces) < 2:
         return None
     pairs = []
@@ -490,7 +502,8 @@ def _most_frequent(keys: Tensor, values: Tensor) -> dict[int, int]:
 def _remarks(
     drafter: Eagle3Drafter, target: TargetWeights, traces: Sequence[Trace], scores: Sequence[PositionScores]
 ) -> list[Remark]:
-    c, found = eagle3_model(drafter).config, []
+    c = drafter.model.config
+    found = []
     bad = sum(s.num_nonfinite for s in scores)
     if bad:
         found.append(Remark(text=f"its logits hold NaN or infinities at {bad} positions", serious=True))
@@ -499,8 +512,8 @@ def _remarks(
         text = f"the clean prompts begin with {doubled} BOS tokens: template and tokenizer both add one"
         found.append(Remark(text=text, serious=True))
     if c.draft_vocab_size < c.vocab_size:
-        identity = torch.arange(c.draft_vocab_size, device=eagle3_model(drafter).target_ids.device)
-        if torch.equal(eagle3_model(drafter).target_ids, identity):
+        identity = torch.arange(c.draft_vocab_size, device=drafter.model.target_ids.device)
+        if torch.equal(drafter.model.target_ids, identity):
             text = (
                 f"d2t is all zeros with {c.draft_vocab_size} of {c.vocab_size} tokens: it was never filled in"
             )
@@ -510,7 +523,10 @@ def _remarks(
 
 
 def _position_remarks(
-    c: Eagle3Config, target: TargetWeights, traces: Sequence[Trace], scores: Sequence[PositionScores]
+    c: Eagle3Config | MtpConfig,
+    target: TargetWeights,
+    traces: Sequence[Trace],
+    scores: Sequence[PositionScores],
 ) -> list[Remark]:
     limit, theirs = c.max_positions, target.info.max_positions
     reach = max(len(trace.ids) for trace in traces)

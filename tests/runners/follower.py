@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specbench.drafters.chains import Packed, run_chains
 from specbench.drafters.eagle3 import Eagle3Config, Eagle3Model
+from specbench.drafters.mtp import MtpConfig, MtpModel
 from specbench.types import ConditionInfo, RenderedPrompt, Span, TargetInfo, TargetWeights, Trace
 
 VOCAB, WIDTH, LAYERS, TAPS, BOS = 42, 48, 8, (2, 4, 6), 1
@@ -101,13 +102,30 @@ def make_model(target: TargetWeights, seed: int = 0, **switches: Any) -> Eagle3M
     return model
 
 
-def train(model: Eagle3Model, *, steps: int, bos: int = 1, seed: int = 0, rate: float = 4e-3) -> float:
+def make_mtp(target: TargetWeights, seed: int = 0) -> MtpModel:
+    config = MtpConfig.for_target(
+        target.info,
+        intermediate_size=128,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=12,
+        draft_vocab_size=len(USED),
+        head="own",
+    )
+    model = MtpModel(config, target, USED)
+    model.init_weights(torch.Generator().manual_seed(seed), 0.08)
+    return model
+
+
+def train(
+    model: Eagle3Model | MtpModel, *, steps: int, bos: int = 1, seed: int = 0, rate: float = 4e-3
+) -> float:
     """Teach a drafter the rule; return the last loss."""
     g = torch.Generator().manual_seed(seed)
     batches = []
     for _ in range(24):
         traces = [make_trace(int(torch.randint(0, 1 << 30, (), generator=g)), bos=bos) for _ in range(6)]
-        packed = Packed.build([(torch.tensor(t.ids), [t.taps[i] for i in TAPS]) for t in traces])
+        packed = Packed.build([(torch.tensor(t.ids), [t.taps[i] for i in model.config.taps]) for t in traces])
         rows = (packed.positions >= 3).nonzero().flatten()
         batches.append((packed, rows[rows + 1 <= packed.last[rows]]))
     optimiser = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.0)

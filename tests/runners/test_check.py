@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ from safetensors.torch import load_file, save_file
 from specbench.drafters.checkpoints.load import load_checkpoint
 from specbench.drafters.checkpoints.save import save_drafter
 from specbench.drafters.eagle3_drafter import Eagle3Drafter
+from specbench.drafters.mtp_drafter import MtpDrafter
 from specbench.errors import SpecbenchWarning, UserError
 from specbench.results.checkup import DECLARED, Checkup, Reading, compare
 from specbench.runners.check import examine, needed_taps, possible_settings, resettled
 from specbench.types import ScoreRequest, Trace
 
-from .follower import USED, VOCAB, make_model, make_target, make_trace, train
+from .follower import USED, VOCAB, make_model, make_mtp, make_target, make_trace, train
 
 pytestmark = pytest.mark.filterwarnings("ignore::specbench.errors.SpecbenchWarning")
 
@@ -241,6 +243,28 @@ def test_resettled_shares_weights_and_equals_a_reload(sound: dict[str, Path], tm
     (a,), (b,) = twin.score([trace], request), again.score([trace], request)
     assert torch.equal(a.forced, b.forced)
     assert needed_taps(drafter, TARGET) == (1, 2, 3, 4, 5, 6, 7)
+
+
+def test_an_mtp_head_is_examined(traces: dict[str, list[Trace]]) -> None:
+    """Sound as trained; with a vocabulary map or a state that is not its own, the mistake is named."""
+    target = replace(TARGET, norm=torch.linspace(0.2, 3.0, TARGET.info.hidden_size))
+    torch.set_num_threads(1)
+    head = make_mtp(target)
+    train(head, steps=STEPS)
+    sound = MtpDrafter(head.eval(), target.info, "mtp")
+    assert examine(sound, target, traces, 3, draws=2000).healthy
+    names = {setting.name for setting in possible_settings(head, target)}
+    assert {"final_norm=no", "taps-1", "vocab_map+1", "vocab_map-1"} <= names
+    settings = {setting.name: setting for setting in possible_settings(head, target)}
+    shifted = resettled(sound, target, settings["vocab_map+1"])
+    found = examine(shifted, target, traces, 3, draws=2000)
+    assert not found.healthy and found.tried[0].name == "vocab_map-1"
+    # another state: the weights are shared and only what they read differs
+    raw = resettled(sound, target, settings["final_norm=no"])
+    state = torch.randn(5, target.info.hidden_size)
+    assert torch.equal(raw.model.fuse([state]), state)
+    assert not torch.equal(head.fuse([state]), state)
+    assert raw.model.norm.weight.data_ptr() == head.norm.weight.data_ptr()
 
 
 def reading(name: str, accepted: list[int], **changes: Any) -> Reading:
