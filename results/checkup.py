@@ -31,6 +31,9 @@ _GAIN = 0.03
 """Relative gain below which another setting is not called better, however sure the sign is."""
 _GAIN_TOKENS = 0.02
 """The same in tokens, so that nothing is made of a drafter that accepts next to nothing."""
+_GAIN_PROMPTS = 0.07
+"""For the same answers under other prompts: those change the target's states too, and a sound drafter may read them a
+few per cent better."""
 _GAIN_LEARNED = 0.25
 """For a vocabulary map learned from the answers, which may also mend a weak drafter's habits."""
 _NEAR_ZERO = 0.1
@@ -52,6 +55,8 @@ class Reading:
     """Only step 1 was measured; it is compared with the declared setting's step 1."""
     learned: bool = False
     """The setting was fitted to the answers and needs a larger gain to count."""
+    other_prompts: bool = False
+    """The same answers under another prompt, which needs a larger gain to count too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,7 +216,7 @@ def _compared(reading: Reading, declared: Reading, level: float, draws: int, see
     total, base = ours.sum(0), theirs.sum(0)
     difference = float(found.value[0])
     relative = float(total[column] / base[column] - 1) if base[column] else float("inf" if difference else 0)
-    floor = _GAIN_LEARNED if reading.learned else _GAIN
+    floor = _GAIN_LEARNED if reading.learned else _GAIN_PROMPTS if reading.other_prompts else _GAIN
     rate = float(total[FIRST] / total[STARTS])
     # a setting under which the drafter still does not follow the target mends nothing
     enough = relative >= floor and difference >= _GAIN_TOKENS and rate >= _NEAR_ZERO

@@ -177,7 +177,8 @@ def examine(
             advice = (
                 f"the drafter was trained on prompts with {label}; make the prompts the same in both places"
             )
-            readings.append(_reading(label, advice, others, _score(drafter, others, depth), depth))
+            reading = _reading(label, advice, others, _score(drafter, others, depth), depth)
+            readings.append(replace(reading, other_prompts=True))
     learned = _learned_reading(drafter, base)
     if learned is not None:
         readings.append(learned)
