@@ -19,6 +19,7 @@ from specbench.errors import UserError
 from specbench.perturbations.rendering import ChatTokenizer
 from specbench.perturbations.resolve import resolve_conditions
 from specbench.runners.answers import Answerer
+from specbench.runners.stopping import read_answer
 from specbench.types import CLEAN, Prompt, RenderedPrompt
 
 _CHUNK = 384
@@ -88,10 +89,7 @@ def render_turn(
     (clean,) = resolve_conditions([CLEAN])
     rendered = []
     for prompt in prompts:
-        earlier = [
-            str(chat.tokenizer.decode(list(said[line_id(prompt.id, before)]), skip_special_tokens=True))
-            for before in range(turn)
-        ]
+        earlier = [read_answer(chat.tokenizer, said[line_id(prompt.id, before)]) for before in range(turn)]
         rendered.append(clean.render(prompt, turn, earlier, chat, seed))
     return rendered
 

@@ -91,7 +91,10 @@ def check(config: RunConfig, note: Callable[[str], None] = lambda _text: None) -
     with warnings.catch_warnings():
         # what the loader warns of comes back among the remarks
         warnings.simplefilter("ignore", SpecbenchWarning)
-        drafter = eagle_drafter(load_drafter(config.drafter, weights))
+        drafter = chain_drafter(
+            load_drafter(config.drafter, weights),
+            "which has no settings to vary; check examines checkpoints of the EAGLE-3 family and MTP heads",
+        )
     note(f"answering {len(prompts)} prompts once, with the taps of every setting")
     answerer = Answerer(
         target,
@@ -123,18 +126,19 @@ def check(config: RunConfig, note: Callable[[str], None] = lambda _text: None) -
     return examine(drafter, weights, variants, max(config.depth), note=note, seed=config.seed)
 
 
-def eagle_drafter(drafter: Drafter) -> Eagle3Drafter:
-    """Return the drafter as one whose settings can be varied.
+def chain_drafter(drafter: Drafter, refusal: str) -> Eagle3Drafter:
+    """Return the drafter as one whose chains can be looked into: the EAGLE-3 family and MTP heads.
+
+    Args:
+        drafter: as loaded, under the name the user gave.
+        refusal: what to say of another kind, behind its name.
 
     Raises:
         UserError: it is of another kind.
     """
     inner = getattr(drafter, "drafter", drafter)
     if not isinstance(inner, Eagle3Drafter):
-        raise UserError(
-            f"{drafter.info.name!r} is a drafter of kind {drafter.info.kind!r}, which has no settings to vary; check "
-            "examines checkpoints of the EAGLE-3 family and MTP heads"
-        )
+        raise UserError(f"{drafter.info.name!r} is a drafter of kind {drafter.info.kind!r}, {refusal}")
     return inner
 
 

@@ -32,6 +32,7 @@ from specbench.errors import UserError
 from specbench.perturbations.resolve import resolve_conditions
 from specbench.results.diagnosis_store import DiagnosisWriter
 from specbench.runners.answers import Answerer
+from specbench.runners.check import chain_drafter
 from specbench.runners.diagnose_probe import (
     PREFIX_REGIONS,
     Chain,
@@ -45,6 +46,7 @@ from specbench.runners.packed import check_pack_taps, select
 from specbench.runners.pipeline import load_chat, package_versions
 from specbench.runners.plan import load_prompts, render_turn
 from specbench.runners.replay import walk_rounds
+from specbench.runners.stopping import read_answer
 from specbench.runners.targets import Target, load_tokenizer, pick_device
 from specbench.runners.trace_pack import TracePack
 from specbench.types import CLEAN, PositionScores, RenderedPrompt, ScoreRequest, TargetWeights, Trace
@@ -143,14 +145,11 @@ def load_drafters(config: RunConfig, weights: TargetWeights) -> dict[str, Eagle3
     """
     found: dict[str, Eagle3Drafter] = {}
     for spec in parse_drafters(config.drafter):
-        drafter = load_drafter(spec, weights)
-        inner = getattr(drafter, "drafter", drafter)
-        if not isinstance(inner, Eagle3Drafter):
-            raise UserError(
-                f"{spec.text!r} is a drafter of kind {drafter.info.kind!r}, whose chains hold no states to look into; "
-                "diagnose takes checkpoints of the EAGLE-3 family and MTP heads: leave it out"
-            )
-        found[spec.text] = inner
+        found[spec.text] = chain_drafter(
+            load_drafter(spec, weights),
+            "whose chains hold no states to look into; diagnose takes checkpoints of the EAGLE-3 family and MTP heads: "
+            "leave it out",
+        )
     return found
 
 
@@ -210,8 +209,7 @@ def target_source(config: RunConfig) -> Source:
                 if len(prompt.turns) > turn and len(texts[prompt.id]) == turn:
                     rendered.append(render_turn(clean, prompt, turn, texts[prompt.id], chat, config.seed))
             for trace in answerer.answer(rendered):
-                text = tokenizer.decode(list(trace.answer_ids), skip_special_tokens=True)
-                texts[trace.prompt.prompt_id].append(str(text))
+                texts[trace.prompt.prompt_id].append(read_answer(tokenizer, trace.answer_ids))
                 yield trace
 
     return Source(

@@ -31,6 +31,7 @@ from specbench.runners import DEMO_TARGET
 from specbench.runners.noise import check_noise, is_noisy, without_states
 from specbench.runners.plan import Plan, is_unchanged, make_plan, render_turn
 from specbench.runners.runner import Outcome, Runner, RunnerFactory, RunSettings, Work
+from specbench.runners.stopping import read_answer
 from specbench.runners.targets import Target
 from specbench.types import (
     CLEAN,
@@ -388,7 +389,7 @@ class Pipeline:
 
     def _text(self, answer: _Stored) -> str:
         assert self.chat is not None
-        return str(self.chat.tokenizer.decode(list(answer.ids), skip_special_tokens=True))
+        return read_answer(self.chat.tokenizer, answer.ids)
 
     def _item(self, key: AnswerKey, drafter: str) -> ItemKey:
         return ItemKey(*key, drafter, self.runner.name, self.config.resolved_sampler)

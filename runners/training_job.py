@@ -97,17 +97,25 @@ def drafter_sizes(target: Target, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _configs(
-    job: TrainingJob, target: Target, examples: Sequence[Example], draft_vocab: int, starts: Sequence[Start]
+    job: TrainingJob,
+    target: Target,
+    examples: Sequence[Example],
+    draft_vocab: int,
+    starts: Sequence[Start | None],
 ) -> list[TrainConfig]:
-    """Return every arm's configuration; block drafters get a mask token and the taps of the others."""
+    """Return every arm's configuration; block drafters get a mask token and the taps of the others.
+
+    Raises:
+        UserError: a start is built differently.
+    """
     sizes = drafter_sizes(target, job.sizes) | ({} if job.taps is None else {"taps": job.taps})
     configs: list[TrainConfig] = []
-    for index, arm in enumerate(job.arms):
+    for arm, start in zip(job.arms, starts, strict=True):
         own = dict(arm.switches)
         if arm.drafter == "mtp":
             check_final_norm(target.weights())
         if arm.drafter == "dflash":
-            old = starts[index].config if starts else None
+            old = start.config if start is not None else None
             own.setdefault(
                 "mask_token_id",
                 old.mask_token_id
@@ -116,6 +124,8 @@ def _configs(
             )
             own.setdefault("taps", job.taps or default_taps(target.info.num_layers))
         configs.append(make_config(target.info, draft_vocab, sizes, own, arm.drafter))
+        if start is not None:
+            start.check(configs[-1])
     return configs
 
 
@@ -129,9 +139,10 @@ def _split(examples: Sequence[Example], held_out: int) -> tuple[Sequence[Example
     return examples[:cut], examples[cut:]
 
 
-def _starts(job: TrainingJob, target: Target) -> list[Start]:
+def _starts(job: TrainingJob, target: Target) -> Sequence[Start | None]:
+    """Return what every arm goes on from."""
     if job.start is None:
-        return []
+        return [None] * len(job.arms)
     where = [job.start if job.flat else job.start / arm.name for arm in job.arms]
     starts = [read_start(path, target.weights()) for path in where]
     if len({start.target_ids for start in starts}) > 1:
@@ -142,11 +153,11 @@ def _starts(job: TrainingJob, target: Target) -> list[Start]:
 
 
 def _vocabulary(
-    job: TrainingJob, examples: Sequence[Example], vocab_size: int, starts: Sequence[Start]
+    job: TrainingJob, examples: Sequence[Example], vocab_size: int, start: Start | None
 ) -> Vocabulary:
     answers = [e.answer_ids for e in examples]
-    if starts:
-        return given_vocabulary(starts[0].target_ids, answers)
+    if start is not None:
+        return given_vocabulary(start.target_ids, answers)
     size = job.draft_vocab
     if size is None:
         size = min(32_000, vocab_size, len({token for answer in answers for token in answer}))
@@ -228,14 +239,13 @@ def run_job(
         observer.note(f"{len(dropped)} answers of one token or beyond the target's positions are left out")
     training, held_out = _split(examples, job.held_out)
     starts = _starts(job, target)
-    vocabulary = _vocabulary(job, training, target.info.vocab_size, starts)
+    # all starts have the same one
+    vocabulary = _vocabulary(job, training, target.info.vocab_size, next(iter(starts), None))
     if vocabulary.padded:
         observer.note(
             f"{vocabulary.padded} of {len(vocabulary.target_ids)} draft-vocabulary entries occur in no answer"
         )
     configs = _configs(job, target, examples, len(vocabulary.target_ids), starts)
-    for start, config in zip(starts, configs, strict=False):
-        start.check(config)
     source = _source(job, target, cache_taps(configs), examples, observer, processes)
     share = agreement(examples[:_SAMPLE], source)
     if share < _LOW_AGREEMENT:
@@ -245,13 +255,12 @@ def run_job(
         )
     data = TrainingData(examples=training, held_out=held_out, source=source)
     results: dict[str, float | None] = {}
-    for index, (arm, config) in enumerate(zip(job.arms, configs, strict=True)):
+    for arm, config, start in zip(job.arms, configs, starts, strict=True):
         out = job.out if job.flat else job.out / arm.name
         arm = _with_steps(arm, training, processes.world)
         trainer = Trainer(
-            config, vocabulary.target_ids, target.weights(), data, arm.setting, out, processes,
-            start=starts[index] if starts else None,
-        )  # fmt: skip
+            config, vocabulary.target_ids, target.weights(), data, arm.setting, out, processes, start
+        )
         if arm.branch is not None:
             trainer.branch(job.out / arm.branch)
         observer.arm(arm.name, arm.setting.steps, trainer.step)

@@ -5,6 +5,7 @@ Example: ``start = read_start(Path("drafters/mine"), target.weights()); start.ch
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -44,15 +45,11 @@ class Start:
         Raises:
             UserError: it is built differently.
         """
-        theirs, ours = _plain(asdict(self.config)), _plain(asdict(config))
-        different = [name for name in ours if name not in _FREE and ours[name] != theirs.get(name)]
-        if type(self.config) is not type(config):
-            different = ["kind"]
-        if different:
-            what = ", ".join(
-                f"{name} ({theirs.get(name)!r} there, {ours.get(name)!r} here)" for name in different
+        found = differences(_fields(config), _fields(self.config))
+        if found:
+            raise UserError(
+                f"the start {self.name} differs in {', '.join(found)}; use the same switches and sizes"
             )
-            raise UserError(f"the start {self.name} differs in {what}; use the same switches and sizes")
 
 
 def read_start(directory: Path, target: TargetWeights) -> Start:
@@ -85,8 +82,26 @@ def take_weights(model: TrainModel, start: Start) -> None:
             parameter.copy_(start.weights[name])
 
 
-def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
+def plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values as a file would give them back, so that they can be compared with some that were."""
+    return dict(json.loads(json.dumps(values, default=list)))
+
+
+def differences(mine: Mapping[str, Any], theirs: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Return the names of the leaves that differ, each with both values."""
+    found = []
+    for name in sorted({*mine, *theirs}):
+        a, b = mine.get(name), theirs.get(name)
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            found += differences(a, b, f"{prefix}{name}.")
+        elif a != b:
+            found.append(f"{prefix}{name} ({b!r} there, {a!r} here)")
+    return found
+
+
+def _fields(config: TrainConfig) -> dict[str, Any]:
+    fields = plain({"kind": type(config).__name__} | asdict(config))
+    return {name: value for name, value in fields.items() if name not in _FREE}
 
 
 def _history(card: Path) -> tuple[str, ...]:

@@ -10,9 +10,8 @@ Example:
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -27,7 +26,7 @@ from specbench.drafters.training.initial import Init, initialise
 from specbench.drafters.training.kinds import TrainConfig, TrainModel, make_model, source_for, with_depth
 from specbench.drafters.training.optimiser import Masters, OptimSetting, learning_rate
 from specbench.drafters.training.processes import ALONE, Processes
-from specbench.drafters.training.start import Start, take_weights
+from specbench.drafters.training.start import Start, differences, plain, take_weights
 from specbench.drafters.training.step import ChainSetting, loss_of
 from specbench.errors import UserError
 from specbench.types import TargetWeights
@@ -325,7 +324,7 @@ class Trainer:
         }
         if self.start is not None:
             identity["start"] = self.start.fingerprint
-        return dict(json.loads(json.dumps(identity, default=list)))
+        return plain(identity)
 
     def _save(self, name: str) -> None:
         if self.processes.rank:
@@ -361,7 +360,7 @@ class Trainer:
             for part, name in (("config", "feedback"), ("config", "trained_depth")):
                 theirs[part][name] = mine[part].get(name)
             theirs["setting"]["chain"]["depth"] = mine["setting"]["chain"]["depth"]
-        different = _differences(mine, theirs)
+        different = differences(mine, theirs)
         if different or not torch.equal(state["target_ids"].cpu(), self.model.target_ids.cpu()):
             what = ", ".join(different) or "the draft vocabulary"
             raise UserError(
@@ -371,15 +370,3 @@ class Trainer:
         self.masters.load(state["adam"])
         self.step, self.seconds = state["step"], state["seconds"]
         self.log = [LogRow(**row) for row in state["log"]]
-
-
-def _differences(mine: Mapping[str, Any], theirs: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Names of the leaves that differ."""
-    found = []
-    for name in sorted({*mine, *theirs}):
-        a, b = mine.get(name), theirs.get(name)
-        if isinstance(a, Mapping) and isinstance(b, Mapping):
-            found += _differences(a, b, f"{prefix}{name}.")
-        elif a != b:
-            found.append(f"{prefix}{name} ({b!r} there, {a!r} here)")
-    return found

@@ -29,12 +29,16 @@ class Vocabulary:
 
 def given_vocabulary(target_ids: Sequence[int], answers: Iterable[Sequence[int]]) -> Vocabulary:
     """Return a choice made elsewhere, with what it holds of these answers."""
-    counts = Counter(token for answer in answers for token in answer)
-    covered = sum(counts[token] for token in target_ids)
+    return _judged(target_ids, Counter(token for answer in answers for token in answer))
+
+
+def _judged(target_ids: Iterable[int], counts: Counter[int]) -> Vocabulary:
+    """Return a choice with what it holds of counted answer tokens."""
+    chosen = tuple(sorted(target_ids))
     return Vocabulary(
-        target_ids=tuple(target_ids),
-        coverage=covered / max(1, counts.total()),
-        padded=sum(token not in counts for token in target_ids),
+        target_ids=chosen,
+        coverage=sum(counts[token] for token in chosen) / max(1, counts.total()),
+        padded=sum(token not in counts for token in chosen),
     )
 
 
@@ -58,12 +62,8 @@ def choose_vocabulary(answers: Iterable[Sequence[int]], *, size: int, vocab_size
             f"{total} answer tokens are too few to choose a draft vocabulary of {size} "
             f"(at least {MIN_TOKENS_PER_ENTRY * size}); give more answers or ask for --draft-vocab {total // 8 or 1}"
         )
-    ranked = sorted(counts, key=lambda token: (-counts[token], token))[:size]
-    covered = sum(counts[token] for token in ranked)
-    chosen = set(ranked)
+    chosen = set(sorted(counts, key=lambda token: (-counts[token], token))[:size])
     spare = (token for token in range(vocab_size) if token not in counts)
     while len(chosen) < size:
         chosen.add(next(spare))
-    return Vocabulary(
-        target_ids=tuple(sorted(chosen)), coverage=covered / max(1, total), padded=size - len(ranked)
-    )
+    return _judged(chosen, counts)

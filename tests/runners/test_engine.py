@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -87,7 +88,8 @@ def test_chunks_of_any_size_give_the_same_states(target: Target, chunks: list[in
     )
 
 
-def test_sliding_window_layers_equal_transformers() -> None:
+def sliding_model() -> Any:
+    """A tiny model whose layers see five positions."""
     from transformers import MistralConfig, MistralForCausalLM
 
     torch.manual_seed(0)
@@ -101,7 +103,11 @@ def test_sliding_window_layers_equal_transformers() -> None:
         sliding_window=5,
         initializer_range=0.2,
     )
-    model = MistralForCausalLM(config).eval()
+    return MistralForCausalLM(config).eval()
+
+
+def test_sliding_window_layers_equal_transformers() -> None:
+    model = sliding_model()
     ids = torch.randint(0, 100, (1, 17))
     engine = Engine(model, num_slots=1, max_length=32)
     pieces = [

@@ -18,6 +18,8 @@ from specbench.runners.engine import Engine, Prefix, Segment
 from specbench.runners.targets import Target
 from specbench.types import ConditionInfo, RenderedPrompt, Span, Trace
 
+from .test_engine import sliding_model
+
 TAPS = (0, 3, 8)
 
 
@@ -117,20 +119,7 @@ def test_a_moved_sequence_takes_its_prefix_along(target: Target) -> None:
 
 @pytest.mark.parametrize("length", [3, 9])
 def test_a_sliding_window_hides_the_start_of_a_prefix(length: int) -> None:
-    from transformers import MistralConfig, MistralForCausalLM
-
-    torch.manual_seed(0)
-    config = MistralConfig(
-        vocab_size=100,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        sliding_window=5,
-        initializer_range=0.2,
-    )
-    model = MistralForCausalLM(config).eval()
+    model = sliding_model()
     ids = random_ids(0, length + 6, vocab=100)
     engine = Engine(model, num_slots=1, max_length=8)
     engine.begin(0, Prefix(model, ids[:length]))
