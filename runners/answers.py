@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from specbench.runners.engine import Engine, Prefix, Segment, TapRecorder, Unsup
 from specbench.runners.sampling import Choice, choose, describe, stream
 from specbench.runners.stopping import Ending
 from specbench.runners.targets import Target
-from specbench.types import AnswerPath, RenderedPrompt, Sampling, Trace
+from specbench.types import AnswerPath, PromptKey, RenderedPrompt, Sampling, Trace
 
 _PREFILL_TOKENS = 2048
 _LOGIT_ROWS = 256
@@ -39,6 +39,13 @@ _ROOM_TO_GROW = 512
 """Positions beyond a forced answer's own, so that the next one under the same system prompt fits too."""
 
 Finish = Literal["stop", "length"]
+
+
+class GivenAnswer(NamedTuple):
+    """An answer that is not generated but forced."""
+
+    ids: tuple[int, ...]
+    finish: Finish
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,6 +68,8 @@ class _Request:
     facts: list[tuple[float, float, float]] = field(default_factory=list)
     """(logprob, margin, entropy) per answer token."""
     shared: _Shared | None = None
+    given: GivenAnswer | None = None
+    """Forced after the prompt as well, once its own answer has ended."""
 
     @property
     def skipped(self) -> int:
@@ -69,8 +78,9 @@ class _Request:
 
     @property
     def own(self) -> int:
-        """Positions of its own: what follows the shared ids, and the answer."""
-        return len(self.prompt.token_ids) - self.skipped + self.limit
+        """Positions of its own: what follows the shared ids, and the longer of its answers."""
+        answer = max(self.limit, len(self.given.ids) if self.given else 0)
+        return len(self.prompt.token_ids) - self.skipped + answer
 
     @property
     def length(self) -> int:
@@ -163,14 +173,26 @@ class Answerer:
         self._forced: tuple[Engine, tuple[int, ...]] | None = None
         """The slot that the last forced answer filled, and with which ids: the next one may begin alike."""
 
-    def answer(self, prompts: Sequence[RenderedPrompt]) -> Iterator[Trace]:
-        """Yield one trace per prompt, in the order they finish.
+    def answer(
+        self,
+        prompts: Sequence[RenderedPrompt],
+        given: Mapping[PromptKey, GivenAnswer] | None = None,
+    ) -> Iterator[Trace]:
+        """Yield one trace per prompt, in the order they finish, and one per given answer.
+
+        Args:
+            prompts: what to answer.
+            given: by a prompt's key, an answer to force after the same prompt: it goes on from the prompt's keys and
+                values, so that it costs its own tokens only. Its trace has path ``forced`` and is what :meth:`force`
+                gives; it must fit, see :meth:`fits`.
 
         Raises:
             UserError: a prompt fills the target's positions.
         """
         self._forced = None
         requests = [self._request(p) for p in prompts]
+        for request in requests:
+            request.given = (given or {}).get(request.prompt.key)
         _share(requests)
         try:
             for bucket in self._buckets(requests):
@@ -180,6 +202,12 @@ class Answerer:
             for request in requests:
                 if id(request) not in done:
                     yield self._answer_plainly(request)
+                    if request.given is not None:
+                        yield self.force(request.prompt, *request.given)
+
+    def fits(self, prompt: RenderedPrompt, answer_ids: Sequence[int]) -> bool:
+        """Whether a prompt and a given answer fit the target's positions; the last token is scored and never fed."""
+        return len(prompt.token_ids) + len(answer_ids) - 1 <= self.target.info.max_positions
 
     def force(self, prompt: RenderedPrompt, answer_ids: Sequence[int], finish: Finish) -> Trace:
         """Trace a given answer under a prompt: one pass, nothing is generated.
@@ -189,8 +217,7 @@ class Answerer:
         assert answer_ids, "an answer has at least one token"
         ids = [*prompt.token_ids, *answer_ids]
         first = len(prompt.token_ids) - 1
-        # the last token is scored and never fed
-        if len(ids) - 1 > self.target.info.max_positions:
+        if not self.fits(prompt, answer_ids):
             raise UserError(
                 f"prompt {prompt.prompt_id} under {prompt.condition.id} and its answer have {len(ids)} tokens, but the "
                 f"target has {self.target.info.max_positions} positions"
@@ -333,21 +360,62 @@ class Answerer:
         return "length" if len(request.answer) >= request.limit else None
 
     def _retire(self, engine: Engine, active: list[_Request]) -> Iterator[Trace]:
-        """Yield finished answers and close the gaps they leave."""
-        slot = 0
-        while slot < len(active):
-            request = active[slot]
+        """Yield finished answers, and the given ones behind their prompts; close the gaps they leave."""
+        while ended := self._ended(active):
+            traces = [
+                self._trace(request, finish, engine.slot_taps(slot, request.length))
+                for slot, request, finish in ended
+            ]
+            # the prompts' keys and values are still there
+            traces += self._force_in_place(engine, [(slot, r) for slot, r, _ in ended if r.given])
+            for slot, request, _finish in reversed(ended):
+                last = active.pop()
+                if last is not request:
+                    engine.move(len(active), slot, last.length)
+                    active[slot] = last
+                engine.begin(len(active), None)
+            yield from traces
+
+    def _ended(self, active: Sequence[_Request]) -> list[tuple[int, _Request, Finish]]:
+        """Return the next finished requests with their slots: one, or several with few given rows together."""
+        ended: list[tuple[int, _Request, Finish]] = []
+        rows = 0
+        for slot, request in enumerate(active):
             finish = self._finish(request)
             if finish is None:
-                slot += 1
                 continue
-            trace = self._trace(request, finish, engine.slot_taps(slot, request.length))
-            last = active.pop()
-            if last is not request:
-                engine.move(len(active), slot, last.length)
-                active[slot] = last
-            engine.begin(len(active), None)
-            yield trace
+            rows += len(request.given.ids) if request.given else _LOGIT_ROWS
+            if ended and rows > _LOGIT_ROWS:
+                break
+            ended.append((slot, request, finish))
+        return ended
+
+    def _force_in_place(self, engine: Engine, ended: Sequence[tuple[int, _Request]]) -> list[Trace]:
+        """Force the given answers of requests over their own ones, in their slots."""
+        forced: list[tuple[int, _Request, Finish]] = []
+        for slot, request in ended:
+            assert request.given is not None
+            answer = list(request.given.ids)
+            again = _Request(request.prompt, len(answer), random=None, ending=request.ending, answer=answer)
+            forced.append((slot, again, request.given.finish))
+        longest = max((len(request.answer) for _slot, request, _finish in forced), default=0)
+        for begin in range(0, longest, _LOGIT_ROWS):
+            here = slice(begin, begin + _LOGIT_ROWS)
+            # the prompt's last token is fed again: its logits score the first answer token
+            segments = [
+                Segment(slot=slot, start=len(request.prompt.token_ids) - 1 + begin, ids=fed)
+                for slot, request, _finish in forced
+                if (fed := (request.prompt.token_ids[-1], *request.answer[:-1])[here])
+            ]
+            logits = engine.forward(segments, logits_at=range(sum(len(s.ids) for s in segments))).logits
+            for _slot, request, _finish in forced:
+                tokens = request.answer[here]
+                self._describe(request, logits[: len(tokens)], tokens)
+                logits = logits[len(tokens) :]
+        return [
+            self._trace(request, finish, engine.slot_taps(slot, request.length), path="forced")
+            for slot, request, finish in forced
+        ]
 
     def _trace(
         self, request: _Request, finish: Finish, taps: dict[int, Tensor], path: AnswerPath = "free"

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -318,12 +319,17 @@ class Pipeline:
         last = max(len(prompt.turns) for prompt in self.plan.prompts)
         changed = [c for c in self.plan.conditions if not c.same_ids]
         noisy = [c for c in self.plan.conditions if c.same_ids]
+        clean = [c for c in changed if c.info.id == CLEAN]
+        other = [c for c in changed if c.info.id != CLEAN]
         for turn in range(last):
-            self._run(list(self._work(turn, "free", changed)))
-            # clean answers exist now: state noise and the forced path replay them
+            if self.config.answer_path == "free":
+                self._run(list(self._work(turn, "free", changed)))
+            else:
+                self._run(list(self._work(turn, "free", clean)))
+                # clean answers exist now: the forced path replays them, from the same prompts' keys where it can
+                both = chain(self._work(turn, "free", other), self._work(turn, "forced", other))
+                self._run(list(both))
             self._run(list(self._work(turn, "free", noisy)))
-            if self.config.answer_path != "free":
-                self._run(list(self._work(turn, "forced", changed)))
         self._say_unstopped()
         return self.report
 

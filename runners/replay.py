@@ -17,11 +17,11 @@ import torch
 
 from specbench.drafters.resolve import required_taps
 from specbench.errors import UserError
-from specbench.runners.answers import Answerer
+from specbench.runners.answers import Answerer, GivenAnswer
 from specbench.runners.noise import is_noisy, noise_for
 from specbench.runners.runner import ForcedCounts, Outcome, RunSettings, Work, answer_facts
 from specbench.runners.targets import Target
-from specbench.types import Drafter, PositionScores, Round, ScoreRequest, Trace
+from specbench.types import Drafter, PositionScores, PromptKey, Round, ScoreRequest, Trace
 
 _SCORE_TRACES = 32
 _SCORE_ROWS = 16_384
@@ -240,8 +240,13 @@ def _trace_all(
     answerer: Answerer, work: Sequence[Work], failed: list[Outcome], on_tokens: Callable[[int], None]
 ) -> Iterator[tuple[Work, Trace]]:
     """Yield a trace for all work that has one; what fails goes to ``failed`` with the reason."""
+    asked = {item.prompt.key: item for item in work if item.answer_ids is None}
+    given: dict[PromptKey, Work] = {}
     for item in work:
         if item.answer_ids is None:
+            continue
+        if _goes_behind(item, asked.get(item.prompt.key), answerer):
+            given[item.prompt.key] = item
             continue
         try:
             trace = answerer.force(item.prompt, item.answer_ids, item.finish)
@@ -251,26 +256,57 @@ def _trace_all(
             continue
         on_tokens(len(item.answer_ids))
         yield item, trace
-    yield from _generate(answerer, [item for item in work if item.answer_ids is None], failed)
+    asked_items = [item for item in work if item.answer_ids is None]
+    for item, trace in _generate(answerer, asked_items, given, failed):
+        if trace.path == "forced":
+            on_tokens(len(trace.answer_ids))
+        yield item, trace
+
+
+def _goes_behind(item: Work, asked: Work | None, answerer: Answerer) -> bool:
+    """Whether a forced answer can go on from a prompt that is answered freely in the same call."""
+    return (
+        isinstance(answerer, Answerer)
+        and item.path == "forced"
+        and asked is not None
+        and asked.prompt.token_ids == item.prompt.token_ids
+        and answerer.fits(item.prompt, item.answer_ids or ())
+    )
 
 
 def _generate(
-    answerer: Answerer, work: Sequence[Work], failed: list[Outcome]
+    answerer: Answerer,
+    work: Sequence[Work],
+    given: Mapping[PromptKey, Work],
+    failed: list[Outcome],
 ) -> Iterator[tuple[Work, Trace]]:
-    """Answer prompts; after a crash the rest is halved until the culprits stand alone."""
+    """Answer prompts, freely and as given; after a crash the rest is halved until the culprits stand alone."""
     waiting = {item.prompt.key: item for item in work}
     assert len(waiting) == len(work), "a prompt was asked twice under one condition"
+    forced = {key: item for key, item in given.items() if key in waiting}
     try:
-        for trace in answerer.answer([item.prompt for item in work]):
-            yield waiting.pop(trace.prompt.key), trace
+        prompts = [item.prompt for item in work]
+        if forced:
+            answers = {key: GivenAnswer(item.answer_ids or (), item.finish) for key, item in forced.items()}
+            traces = answerer.answer(prompts, answers)
+        else:
+            traces = answerer.answer(prompts)
+        for trace in traces:
+            yield (forced if trace.path == "forced" else waiting).pop(trace.prompt.key), trace
         return
     except Exception as error:  # see above
         rest = list(waiting.values())
+        # given answers whose prompts are answered, or whose prompt stands alone: without them the rest may go on
+        culprits = [item for key, item in forced.items() if key not in waiting or len(rest) == 1]
+        if culprits:
+            failed.extend(_failure(item, error) for item in culprits)
+            yield from _generate(answerer, rest, {} if len(rest) == 1 else forced, failed)
+            return
         if len(rest) == 1:
             failed.append(_failure(rest[0], error))
             return
     for half in (rest[: len(rest) // 2], rest[len(rest) // 2 :]):
-        yield from _generate(answerer, half, failed)
+        yield from _generate(answerer, half, forced, failed)
 
 
 def _failure(work: Work, error: Exception) -> Outcome:

@@ -21,6 +21,8 @@ Role = Literal["system", "user", "assistant"]
 SpanKind = Literal["bos", "system", "markup", "user", "assistant", "context", "generation"]
 AnswerPath = Literal["free", "forced"]
 Sampler = Literal["greedy", "match", "rejection"]
+PromptKey = tuple[str, int, str]
+"""(prompt id, turn, condition id): names one target answer within a run, but for the answer path."""
 
 CLEAN = "template/regular"
 """The condition every retention is measured against."""
@@ -164,8 +166,8 @@ class RenderedPrompt:
         return hashlib.sha256(data).hexdigest()[:16]
 
     @property
-    def key(self) -> tuple[str, int, str]:
-        """(prompt id, turn, condition id): names one target answer within a run."""
+    def key(self) -> PromptKey:
+        """What names this prompt's answer within a run."""
         return (self.prompt_id, self.turn, self.condition.id)
 
 

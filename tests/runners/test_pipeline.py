@@ -122,9 +122,10 @@ class Counting:
         self.forced: Counter[tuple[str, int, str]] = Counter()
         answer, force = Answerer.answer, Answerer.force
 
-        def counted_answer(answerer: Answerer, prompts: Sequence[RenderedPrompt]) -> Any:
-            for trace in answer(answerer, prompts):
-                self.answered[trace.prompt.key] += 1
+        def counted_answer(answerer: Answerer, prompts: Sequence[RenderedPrompt], *given: Any) -> Any:
+            for trace in answer(answerer, prompts, *given):
+                count = self.forced if trace.path == "forced" else self.answered
+                count[trace.prompt.key] += 1
                 yield trace
 
         def counted_force(answerer: Answerer, prompt: RenderedPrompt, *rest: Any) -> Trace:

@@ -13,10 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specbench.runners.answers import Answerer, common_length, kv_bytes_per_token
+from specbench.runners.answers import Answerer, GivenAnswer, common_length, kv_bytes_per_token
 from specbench.runners.engine import Engine, Prefix, Segment
+from specbench.runners.replay import ReplayRunner
+from specbench.runners.runner import RunSettings, Work
 from specbench.runners.targets import Target
-from specbench.types import ConditionInfo, RenderedPrompt, Span, Trace
+from specbench.types import ConditionInfo, RenderedPrompt, Sampling, Span, Trace
 
 from .test_engine import sliding_model
 
@@ -220,6 +222,63 @@ def test_forced_answers_share_what_they_begin_with(target: Target) -> None:
         same(trace, twin)
     own = sum(len(p.token_ids) + len(ids) - 1 for p, ids in zip(prompts, answers, strict=True))
     assert sum(sizes) == own - 4 * 200 - 2 * 90
+
+
+@pytest.mark.parametrize(("batch_size", "rows"), [(2, 256), (16, 256), (16, 7)])
+def test_given_answers_go_on_from_the_prompts_of_free_ones(
+    target: Target, monkeypatch: pytest.MonkeyPatch, batch_size: int, rows: int
+) -> None:
+    """Fewer tokens than a free answer has, more, and more than a pass takes; the last prompt has none."""
+    monkeypatch.setattr("specbench.runners.answers._LOGIT_ROWS", rows)
+    prompts = two_conditions()
+    answers = {
+        p.key: GivenAnswer(tuple(random_ids(50 + i, 3 + 4 * i)), ("stop", "length")[i % 2])
+        for i, p in enumerate(prompts[:-1])
+    }
+    free = {p.key: next(iter(Answerer(target, taps=TAPS, max_new_tokens=12).answer([p]))) for p in prompts}
+    forced = {
+        p.key: Answerer(target, taps=TAPS, max_new_tokens=12).force(p, *answers[p.key]) for p in prompts[:-1]
+    }
+    answerer = Answerer(target, taps=TAPS, max_new_tokens=12, batch_size=batch_size)
+    with counted(target) as sizes:
+        traces = list(answerer.answer(prompts, answers))
+    assert {(t.prompt.key, t.path) for t in traces} == {(key, "free") for key in free} | {
+        (key, "forced") for key in forced
+    }
+    for trace in traces:
+        same(trace, (free if trace.path == "free" else forced)[trace.prompt.key])
+        assert trace.margins.shape == trace.logprobs.shape == (len(trace.answer_ids),)
+    own = sum(len(p.token_ids) for p in prompts) - 5 * 200 - 3 * 90
+    told = sum(len(answer.ids) for answer in answers.values())
+    assert sum(sizes) == 200 + 90 + own + sum(len(t.answer_ids) - 1 for t in free.values()) + told
+
+
+def test_a_given_answer_that_fails_costs_itself_alone(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = two_conditions()
+    work = [Work(prompt=p, drafters=()) for p in prompts]
+    work += [Work(prompt=p, drafters=(), path="forced", answer_ids=(5, 6, 7)) for p in prompts]
+    describe, bad = Answerer._describe, prompts[3].key
+
+    def picky(self: Answerer, request: Any, *rest: Any) -> None:
+        if request.prompt.key == bad:
+            raise MemoryError("too much")
+        describe(self, request, *rest)
+
+    monkeypatch.setattr(Answerer, "_describe", picky)
+    plain = RunSettings(depths=(2,), sampling=Sampling(), sampler="greedy", max_new_tokens=6, batch_size=16)
+    runner = ReplayRunner(target, plain)
+    told: list[int] = []
+    outcomes = list(runner.run(work, {}, told.append))
+    assert [(o.work.prompt.key, o.work.path, o.errors) for o in outcomes if o.errors] == [
+        (bad, "forced", {"": "MemoryError: too much"})
+    ]
+    done = [(o.work.prompt.key, o.work.path) for o in outcomes]
+    assert sorted(done) == sorted((p.key, path) for p in prompts for path in ("free", "forced"))
+    lengths = [len(o.answer_ids) for o in outcomes if not o.errors and o.work.path == "forced"]
+    assert lengths == [3] * (len(prompts) - 1)
+    assert sum(told) >= sum(len(o.answer_ids) for o in outcomes)
 
 
 def test_a_forced_answer_that_fails_leaves_nothing_behind(
