@@ -24,6 +24,7 @@ from specbench.results.intervals import CLEAN, OVERALL, interval_columns
 from specbench.results.schema import ACCURACY, ANSWERS, ROUNDS, TABLES, arrow_schema
 from specbench.results.statistics import DRAWS
 from specbench.results.store import RunStore
+from specbench.results.sums import Group, prompt_groups
 
 GROUP = (
     "run_id",
@@ -274,6 +275,16 @@ def make_cells(connection: Any, by: Sequence[str]) -> None:
         FROM rounds GROUP BY {", ".join(keys)}
         """
     )
+
+
+def pooled_groups(connection: Any) -> tuple[list[Group], dict[str, str]]:
+    """Sum a run's rounds over its suites: the groups, one a drafter, condition and so on, and each condition's family.
+
+    Makes ``cells`` anew, by :data:`GROUP`.
+    """
+    make_cells(connection, GROUP)
+    families = dict(connection.execute("SELECT DISTINCT condition, family FROM answers").fetchall())
+    return prompt_groups(connection, tuple(c for c in GROUP if c != "suite")), families
 
 
 def _check_columns(by: Sequence[str]) -> None:

@@ -23,10 +23,10 @@ from typing import Any
 
 import numpy as np
 
-from specbench.results.aggregate import GROUP, Source, connect, make_cells, register
+from specbench.results.aggregate import GROUP, Source, connect, pooled_groups, register
 from specbench.results.intervals import CLEAN
 from specbench.results.statistics import DRAWS, Estimates, Floats, Plan, estimate
-from specbench.results.sums import Group, prompt_groups, strata_of
+from specbench.results.sums import Group, strata_of
 from specbench.results.text import Sheet, csv_text, json_text, render_sheets
 
 LEGEND = (
@@ -96,11 +96,10 @@ def attribution(
     # most runs hold free answers alone; their rounds need not be summed to learn that
     if not connection.execute("SELECT 1 FROM answers WHERE answer_path = 'forced' LIMIT 1").fetchall():
         return []
-    make_cells(connection, GROUP)
-    families = dict(connection.execute("SELECT DISTINCT condition, family FROM answers").fetchall())
+    pooled, families = pooled_groups(connection)
     facts = _answer_facts(connection)
     drafters: dict[tuple[Any, ...], dict[tuple[str, str], Group]] = defaultdict(dict)
-    for group in prompt_groups(connection, tuple(c for c in GROUP if c != "suite")):
+    for group in pooled:
         where = (group.keys["condition"], group.keys["answer_path"])
         drafters[tuple(group.keys[c] for c in _NAMES)][where] = group
     found = []

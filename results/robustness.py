@@ -23,10 +23,10 @@ from typing import Any
 
 import numpy as np
 
-from specbench.results.aggregate import GROUP, Source, connect, make_cells, register
+from specbench.results.aggregate import GROUP, Source, connect, pooled_groups, register
 from specbench.results.intervals import CLEAN
 from specbench.results.statistics import DRAWS, Floats, Plan, estimate
-from specbench.results.sums import Group, prompt_groups, strata_of
+from specbench.results.sums import Group, strata_of
 from specbench.results.text import Sheet, csv_text, json_text, plain, render_sheets
 
 TILT = 0.5
@@ -109,12 +109,10 @@ def robustness(
     if connection is None:
         connection = connect()
         register(connection, sources)
-    level = tuple(c for c in GROUP if c != "suite")
-    make_cells(connection, GROUP)
-    families = dict(connection.execute("SELECT DISTINCT condition, family FROM answers").fetchall())
+    pooled, families = pooled_groups(connection)
     drafters: dict[tuple[Any, ...], dict[str, Group]] = defaultdict(dict)
-    names = tuple(c for c in level if c != "condition")
-    for group in prompt_groups(connection, level):
+    names = tuple(c for c in GROUP if c not in ("suite", "condition"))
+    for group in pooled:
         drafters[tuple(group.keys[c] for c in names)][group.keys["condition"]] = group
     scored = []
     for values, conditions in drafters.items():

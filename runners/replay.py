@@ -240,7 +240,8 @@ def _trace_all(
     answerer: Answerer, work: Sequence[Work], failed: list[Outcome], on_tokens: Callable[[int], None]
 ) -> Iterator[tuple[Work, Trace]]:
     """Yield a trace for all work that has one; what fails goes to ``failed`` with the reason."""
-    asked = {item.prompt.key: item for item in work if item.answer_ids is None}
+    open_items = [item for item in work if item.answer_ids is None]
+    asked = {item.prompt.key: item for item in open_items}
     given: dict[PromptKey, Work] = {}
     for item in work:
         if item.answer_ids is None:
@@ -256,8 +257,7 @@ def _trace_all(
             continue
         on_tokens(len(item.answer_ids))
         yield item, trace
-    asked_items = [item for item in work if item.answer_ids is None]
-    for item, trace in _generate(answerer, asked_items, given, failed):
+    for item, trace in _generate(answerer, open_items, given, failed):
         if trace.path == "forced":
             on_tokens(len(trace.answer_ids))
         yield item, trace

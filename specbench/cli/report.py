@@ -88,10 +88,8 @@ def report(
         raise UserError("--plots draws one run; give one")
     connection = connect()
     register(connection, runs)
-    if robustness:
-        text = _robustness(connection, form, draws or 1000, seed)
-    elif attribution:
-        text = _attribution(connection, form, draws or 1000, seed)
+    if robustness or attribution:
+        text = _special("robustness" if robustness else "attribution", connection, form, draws or 1000, seed)
     else:
         table = acceptance_table(by=_group(by, pool), connection=connection, draws=draws, seed=seed)
         text = _tables(table, form)
@@ -126,25 +124,20 @@ def _tables(table: Any, form: str) -> str:
     return captured.get()
 
 
-def _robustness(connection: Any, form: str, draws: int, seed: int) -> str:
+_NOTHING = {
+    "robustness": "there is no robustness to score: the run holds no condition beside template/regular",
+    "attribution": "no condition of this run has both a free and a forced answer; run it with --answer-path both",
+}
+
+
+def _special(kind: str, connection: Any, form: str, draws: int, seed: int) -> str:
+    """Return the robustness or the attribution table: the module of that name has a function of that name."""
+    import importlib
     import shutil
 
-    from specbench.results.robustness import render, robustness
-
-    scores = robustness(connection=connection, draws=draws, seed=seed)
-    if not scores:
-        raise UserError("there is no robustness to score: the run holds no condition beside template/regular")
-    return render(scores, form, shutil.get_terminal_size().columns)
-
-
-def _attribution(connection: Any, form: str, draws: int, seed: int) -> str:
-    import shutil
-
-    from specbench.results.attribution import attribution, render
-
-    parts = attribution(connection=connection, draws=draws, seed=seed)
-    if not parts:
-        raise UserError(
-            "no condition of this run has both a free and a forced answer; run it with --answer-path both"
-        )
-    return render(parts, form, shutil.get_terminal_size().columns)
+    module = importlib.import_module(f"specbench.results.{kind}")
+    found = getattr(module, kind)(connection=connection, draws=draws, seed=seed)
+    if not found:
+        raise UserError(_NOTHING[kind])
+    text: str = module.render(found, form, shutil.get_terminal_size().columns)
+    return text
