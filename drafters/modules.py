@@ -12,68 +12,15 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specbench.drafters.config import DrafterConfig
 from specbench.errors import UserError
 from specbench.types import TargetWeights
-
-Head = Literal["own", "target", "target_rows"]
-
-DEFAULT_ROPE: Mapping[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
-
-
-class _LayerSizes(Protocol):
-    """What ``Attention`` and ``MLP`` read of a configuration."""
-
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def intermediate_size(self) -> int: ...
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def gate(self) -> bool: ...
-    @property
-    def qk_norm(self) -> bool: ...
-    @property
-    def qkv_bias(self) -> bool: ...
-    @property
-    def o_bias(self) -> bool: ...
-    @property
-    def mlp_bias(self) -> bool: ...
-    @property
-    def rms_norm_eps(self) -> float: ...
-    @property
-    def hidden_act(self) -> str: ...
-
-
-class _SharedSizes(Protocol):
-    """What a drafter's configuration says of its target and of what it shares with it."""
-
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def draft_vocab_size(self) -> int: ...
-    @property
-    def target_hidden_size(self) -> int: ...
-    @property
-    def taps(self) -> tuple[int, ...]: ...
-    @property
-    def own_embed(self) -> bool: ...
-    @property
-    def head(self) -> Head: ...
-    @property
-    def logit_scale(self) -> float: ...
 
 
 def linear(num_in: int, num_out: int, bias: bool, dtype: torch.dtype, device: torch.device) -> nn.Linear:
@@ -167,7 +114,7 @@ def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
 class Attention(nn.Module):
     """Projections of one layer's attention; the softmax itself is the caller's."""
 
-    def __init__(self, config: _LayerSizes, width: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: DrafterConfig, width: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         c, d = config, config.head_dim
         self.head_dim = d
@@ -205,7 +152,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """down(act(gate(x)) * up(x))."""
 
-    def __init__(self, config: _LayerSizes, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: DrafterConfig, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         from transformers.activations import ACT2FN
 
@@ -237,7 +184,7 @@ class DrafterModel(nn.Module):
 
     def __init__(
         self,
-        config: _SharedSizes,
+        config: DrafterConfig,
         target: TargetWeights,
         target_ids: Tensor | Sequence[int] | None,
         dtype: torch.dtype,
@@ -355,7 +302,7 @@ def weights_fingerprint(config: str, tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()[:16]
 
 
-def check_target(config: _SharedSizes, target: TargetWeights) -> None:
+def check_target(config: DrafterConfig, target: TargetWeights) -> None:
     """Refuse a drafter that was made for another target.
 
     Raises:

@@ -13,19 +13,18 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from specbench.drafters.config import DrafterConfig, target_facts
 from specbench.drafters.modules import (
-    DEFAULT_ROPE,
     MLP,
     Attention,
     DrafterModel,
-    Head,
     RMSNorm,
     Rope,
     linear,
@@ -39,21 +38,12 @@ AttentionKind = Literal["plain", "gated", "latent"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MtpConfig:
-    """Sizes and switches of one head, named our way; ``checkpoints.mtp`` translates published keys."""
+class MtpConfig(DrafterConfig):
+    """Sizes and switches of one head, named our way; ``checkpoints.mtp`` translates published keys.
 
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    """Of queries and keys."""
-    vocab_size: int
-    """Of the target."""
-    draft_vocab_size: int
-    target_hidden_size: int
-    taps: tuple[int, ...]
-    """The target's last state, before its final norm."""
+    The one tap is the target's last state, before its final norm.
+    """
+
     attention: AttentionKind = "plain"
     latent: LatentSizes | None = None
     experts: ExpertSizes | None = None
@@ -64,31 +54,15 @@ class MtpConfig:
     """``fc`` reads (hidden, embedding) and not (embedding, hidden)."""
     mask_first: bool = False
     """The row at position 0 reads zeros for its embedding, as vLLM runs DeepSeek's heads."""
-    qk_norm: bool = False
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    own_embed: bool = False
-    head: Head = "target"
-    """``target_rows``: the target's head rows at the draft vocabulary's ids, frozen and not in the file."""
-    rms_norm_eps: float = 1e-6
-    hidden_act: str = "silu"
-    logit_scale: float = 1.0
-    rope: Mapping[str, Any] = field(default_factory=lambda: dict(DEFAULT_ROPE))
-    max_positions: int = 2048
     trained_depth: int | None = None
     # what the chain computation asks of every drafter, and no head has
     num_layers: int = 1
-    gate: bool = False
     sink: Literal["none"] = "none"
     positions: Literal["absolute"] = "absolute"
     feedback: Literal["post"] = "post"
 
     def __post_init__(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise UserError(
-                f"{self.num_heads} query heads cannot share {self.num_kv_heads} key-value heads evenly"
-            )
+        DrafterConfig.__post_init__(self)
         if len(self.taps) != 1:
             raise UserError(f"an MTP head reads one state of the target, not {len(self.taps)}: {self.taps}")
         if (self.attention == "latent") != (self.latent is not None):
@@ -96,15 +70,6 @@ class MtpConfig:
         if self.latent is not None and self.latent.v_dim > self.head_dim:
             raise UserError(
                 f"values of {self.latent.v_dim} dimensions behind keys of {self.head_dim} are not supported"
-            )
-        if not 1 <= self.draft_vocab_size <= self.vocab_size:
-            raise UserError(
-                f"a draft vocabulary of {self.draft_vocab_size} does not fit the target's {self.vocab_size}"
-            )
-        if self.head == "target" and self.draft_vocab_size != self.vocab_size:
-            raise UserError(
-                f"the target's whole head cannot serve a draft vocabulary of {self.draft_vocab_size} of "
-                f"{self.vocab_size} tokens; set head to own or target_rows"
             )
 
     @classmethod
@@ -115,16 +80,7 @@ class MtpConfig:
             info: the target.
             **sizes: every other field; num_heads, num_kv_heads, head_dim and intermediate_size are needed.
         """
-        facts: dict[str, Any] = {
-            "hidden_size": info.hidden_size,
-            "target_hidden_size": info.hidden_size,
-            "vocab_size": info.vocab_size,
-            "draft_vocab_size": info.vocab_size,
-            "taps": (info.num_layers,),
-            "rope": dict(info.rope_parameters) or dict(DEFAULT_ROPE),
-            "max_positions": info.max_positions,
-        }
-        return cls(**(facts | sizes))
+        return cls(**(target_facts(info, (info.num_layers,)) | sizes))
 
     def window(self, layer: int) -> None:
         """No head has a window."""

@@ -27,8 +27,9 @@ from specbench.drafters.checkpoints.strict import (
     whole,
 )
 from specbench.drafters.checkpoints.write import layer_config, write_checkpoint
+from specbench.drafters.config import Head
 from specbench.drafters.dflash import ContextNorm, DFlashConfig, DFlashModel, default_target_layers
-from specbench.drafters.modules import Head, check_target
+from specbench.drafters.modules import check_target
 from specbench.drafters.resolve import check_options
 from specbench.errors import UserError, unknown_name
 from specbench.types import TargetWeights

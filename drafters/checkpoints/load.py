@@ -16,8 +16,9 @@ from torch import Tensor
 from specbench.drafters.checkpoints.files import find, read_config, read_tensors
 from specbench.drafters.checkpoints.layouts import Facts, Notes, read_layout
 from specbench.drafters.checkpoints.strict import check_weights, on_meta, rope_parameters, same, target_ids
+from specbench.drafters.config import Head
 from specbench.drafters.eagle3 import Eagle3Config, Eagle3Model, Feedback, Positions, Sink, default_taps
-from specbench.drafters.modules import Head, check_target
+from specbench.drafters.modules import check_target
 from specbench.drafters.resolve import check_options
 from specbench.errors import UserError, unknown_name
 from specbench.types import TargetWeights

@@ -35,7 +35,8 @@ from specbench.drafters.checkpoints.strict import (
     whole,
 )
 from specbench.drafters.checkpoints.write import layer_config, write_checkpoint
-from specbench.drafters.modules import Head, check_target
+from specbench.drafters.config import Head
+from specbench.drafters.modules import check_target
 from specbench.drafters.mtp import AttentionKind, MtpConfig, MtpModel
 from specbench.drafters.mtp_parts import ExpertSizes, LatentSizes
 from specbench.drafters.resolve import check_options

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specbench.drafters.checkpoints.layouts import Notes
-from specbench.drafters.modules import DEFAULT_ROPE
+from specbench.drafters.config import DEFAULT_ROPE
 from specbench.errors import UserError
 from specbench.types import TargetWeights
 
