@@ -133,12 +133,11 @@ def _what(config: TrainConfig) -> str:
 
 def _steps(config: TrainConfig, setting: TrainSetting) -> str:
     chain = setting.chain
+    first = "with one mask a block" if isinstance(config, DFlashConfig) else "at depth 1"
+    first = f"the first {setting.shallow_steps} {first}, then " if setting.shallow_steps else ""
     if isinstance(config, DFlashConfig):
-        first = (
-            f"the first {setting.shallow_steps} with one mask a block, then " if setting.shallow_steps else ""
-        )
         return f"{first}{min(chain.depth, config.max_depth)} masks of each block, behind {chain.keep:.0%} of the rows"
     return (
-        f"the first {setting.shallow_steps} at depth 1, then train-time test of depth {chain.depth} "
+        f"{first}train-time test of depth {chain.depth} "
         f"({chain.keep:.0%} of the chains go on after each step, weighted to make up for it)"
     )
