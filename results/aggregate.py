@@ -212,9 +212,16 @@ def acceptance_table(
 
 
 def write_acceptance(
-    run: str | Path | RunStore, by: Sequence[str] = GROUP, *, draws: int = DRAWS, seed: int = 0
+    run: str | Path | RunStore,
+    by: Sequence[str] = GROUP,
+    *,
+    draws: int = DRAWS,
+    seed: int = 0,
+    connection: Any = None,
 ) -> Path:
     """Aggregate one run, with intervals, and write ``acceptance.parquet`` into its directory.
+
+    A ``connection`` that has the run's views saves reading it again.
 
     Raises:
         UserError: the run holds no rounds, or the file cannot be written.
@@ -222,7 +229,7 @@ def write_acceptance(
     import pyarrow.parquet as pq
 
     store = run if isinstance(run, RunStore) else RunStore(run, readonly=True)
-    table = acceptance_table(store, by, draws=draws, seed=seed)
+    table = acceptance_table(store, by, draws=draws, seed=seed, connection=connection)
     path = store.path / "acceptance.parquet"
     partial = store.path / ".acceptance.partial"
     try:

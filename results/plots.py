@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from specbench.errors import UserError, unknown_name
-from specbench.results.aggregate import acceptance_table, connect, register
+from specbench.results.aggregate import GROUP, acceptance_table, connect, make_cells, register
 from specbench.results.intervals import CLEAN, OVERALL
 from specbench.results.statistics import DRAWS
 
@@ -32,7 +32,14 @@ HATCHES = ("", "//", "\\\\", "..", "xx", "++", "oo", "--")
 
 
 def plot_run(
-    run: str | Path, out: str | Path, *, form: str = "svg", draws: int = DRAWS, seed: int = 0
+    run: str | Path,
+    out: str | Path,
+    *,
+    form: str = "svg",
+    draws: int = DRAWS,
+    seed: int = 0,
+    connection: Any = None,
+    table: Any = None,
 ) -> list[Path]:
     """Draw every figure the run has data for; suites are pooled.
 
@@ -42,6 +49,8 @@ def plot_run(
         form: ``svg``, ``png`` or ``pdf``.
         draws: resamples behind the intervals.
         seed: of the resamples.
+        connection: one that has the run's views already.
+        table: the run's acceptance table, where it was made already: nothing is resampled again.
 
     Returns:
         The files written.
@@ -51,9 +60,14 @@ def plot_run(
     """
     if form not in FORMATS:
         raise unknown_name("figure format", form, FORMATS)
-    connection = connect()
-    register(connection, run)
-    rows = acceptance_table(connection=connection, draws=draws, seed=seed).to_pylist()
+    if connection is None:
+        connection = connect()
+        register(connection, run)
+    if table is None:
+        table = acceptance_table(connection=connection, draws=draws, seed=seed)
+    else:
+        make_cells(connection, GROUP)
+    rows = table.to_pylist()
     pooled = [r for r in rows if r["suite"] == OVERALL and r["answer_path"] == "free"]
     figures: dict[str, Callable[[], Any]] = {
         "acceptance_by_depth": lambda: _by_depth(pooled),

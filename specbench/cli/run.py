@@ -186,15 +186,15 @@ def _print_results(out: Path) -> None:
         if not store.files("rounds"):
             click.echo("no rounds to show: every answer failed or ended with its first token", err=True)
             return
-    path = write_acceptance(out)
+    connection = connect()
+    register(connection, out)
+    path = write_acceptance(out, connection=connection)
     table = pq.read_table(path)
     console = Console()
     for block in rich_tables(table, width=console.width):
         console.print(block, soft_wrap=True)
         console.print()
     console.print(legend(table), style="dim")
-    connection = connect()
-    register(connection, out)
     scores = robustness(connection=connection)
     if scores:
         console.print()
@@ -206,5 +206,5 @@ def _print_results(out: Path) -> None:
     for sentence in verdicts(out, table=table, scores=scores):
         console.print(f"- {sentence}", markup=False, highlight=False)
     _print_throughput(out, console)
-    figures = plot_run(out, out / "figures", form="png")
+    figures = plot_run(out, out / "figures", form="png", connection=connection, table=table)
     console.print(f"\nrun {out}: {path.name}, rounds/, {len(figures)} figures in figures/", highlight=False)

@@ -9,6 +9,7 @@ import pytest
 
 from specbench.errors import UserError
 from specbench.results import plots
+from specbench.results.aggregate import acceptance_table, connect, make_cells, register
 from specbench.results.plots import plot_run
 from specbench.results.store import RunStore
 
@@ -37,7 +38,11 @@ def test_every_figure_is_drawn_and_names_the_drafters(run: Path, tmp_path: Path)
         "retention_by_family.svg",
         "accepted_counts.svg",
     ]
-    again = plot_run(run, tmp_path / "again", draws=200)
+    connection = connect()
+    register(connection, run)
+    table = acceptance_table(connection=connection, draws=200)
+    make_cells(connection, ("condition",))  # what another table left behind
+    again = plot_run(run, tmp_path / "again", connection=connection, table=table)
     for one, other in zip(written, again, strict=True):
         assert one.stat().st_size > 5000
         # Marker and clip ids are salted; the drawing is the same.
