@@ -6,6 +6,7 @@ Example: ``specbench run --suite mtbench,gsm8k --perturb templates --drafter ngr
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from specbench.config import SAMPLERS, RunConfig
 
 if TYPE_CHECKING:
     from specbench.cli.display import Display
+    from specbench.results.robustness import Robustness
 
 
 @click.command()
@@ -169,7 +171,21 @@ def _print_throughput(out: Path, console: Any) -> None:
         console.print(THROUGHPUT_LEGEND, style="dim", markup=False)
 
 
+_MANY_CONDITIONS = 12
+"""More of them are not shown one by one when a run ends."""
+
+
+def _deepest(scores: Sequence[Robustness]) -> list[Robustness]:
+    """Keep every drafter's scores at its largest depth."""
+    depth: dict[str, int] = {}
+    for score in scores:
+        name = score.keys["drafter"]
+        depth[name] = max(depth.get(name, 0), score.keys["k"])
+    return [s for s in scores if s.keys["k"] == depth[s.keys["drafter"]]]
+
+
 def _print_results(out: Path) -> None:
+    import pyarrow.compute as pc
     import pyarrow.parquet as pq
     from rich.console import Console
 
@@ -181,6 +197,7 @@ def _print_results(out: Path) -> None:
     from specbench.results.store import RunStore
     from specbench.results.tables import legend, rich_tables
     from specbench.results.verdict import verdicts
+    from specbench.types import CLEAN
 
     with RunStore(out, readonly=True) as store:
         if not store.files("rounds"):
@@ -191,17 +208,27 @@ def _print_results(out: Path) -> None:
     path = write_acceptance(out, connection=connection)
     table = pq.read_table(path)
     console = Console()
-    for block in rich_tables(table, width=console.width):
+    # dozens of conditions would make tables of a thousand lines: families and the deepest k say what happened
+    num_conditions = len(table.column("condition").unique())
+    many = num_conditions > _MANY_CONDITIONS
+    shown = table.filter(pc.equal(table.column("condition"), CLEAN)) if many else table
+    for block in rich_tables(shown, width=console.width):
         console.print(block, soft_wrap=True)
         console.print()
     console.print(legend(table), style="dim")
     scores = robustness(connection=connection)
     if scores:
         console.print()
-        click.echo(render(scores, "text", console.width))
+        click.echo(render(_deepest(scores) if many else scores, "text", console.width))
     parts = attribution(connection=connection)
-    if parts:
+    if parts and not many:
         click.echo(render_parts(parts, "text", console.width))
+    if many:
+        click.echo(
+            f"{num_conditions} conditions: shown are the clean one and the families. Every row: specbench report {out}"
+        )
+        if parts:
+            click.echo(f"What each drop is made of: specbench report {out} --attribution")
     console.print()
     for sentence in verdicts(out, table=table, scores=scores):
         console.print(f"- {sentence}", markup=False, highlight=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,3 +60,20 @@ def test_both_paths_of_a_drafter_share_a_table(run: Path) -> None:
     page = render_scores(robustness(run), "text", 200)
     assert page.count("robustness") == 1
     assert "free mean" in page and "forced worst condition" in page
+
+
+def test_a_run_of_many_conditions_ends_in_its_families(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = importlib.import_module("specbench.cli.run")
+    command._print_results(run)
+    whole = capsys.readouterr().out
+    monkeypatch.setattr(command, "_MANY_CONDITIONS", 2)
+    command._print_results(run)
+    short = capsys.readouterr().out
+    assert "text/typos" in whole and "text/typos" not in short  # the family's worst is text/caps
+    assert "whose loss is it?" in whole and "whose loss is it?" not in short
+    for page in (whole, short):
+        assert "template/regular" in page and "text/caps" in page and "robustness" in page
+    assert "3 conditions: shown are the clean one and the families" in short
+    assert short.count("specbench report") == 2
