@@ -359,9 +359,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     keys: list[Any] = []
     answer = Answerer.answer
 
-    def listening(self: Answerer, prompts: Any) -> Any:
+    def listening(self: Answerer, prompts: Any, *given: Any) -> Any:
         keys.extend(p.key for p in prompts)
-        return answer(self, prompts)
+        return answer(self, prompts, *given)
 
     monkeypatch.setattr(Answerer, "answer", listening)
     yield keys
