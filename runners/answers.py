@@ -127,6 +127,11 @@ def _share(requests: Sequence[_Request]) -> None:
             request.shared = shared
 
 
+def _rows_after(request: _Request) -> int:
+    """Rows of logits that the answer given to a finished request needs; one without has a turn of its own."""
+    return len(request.given.ids) if request.given else _LOGIT_ROWS
+
+
 def kv_bytes_per_token(model: Any) -> int:
     """Bytes of keys and values one token takes over all layers."""
     config = model.config.get_text_config()
@@ -223,13 +228,16 @@ class Answerer:
                 f"target has {self.target.info.max_positions} positions"
             )
         request = _Request(
-            prompt=prompt, limit=len(answer_ids), random=None, ending=Ending.of(self.target, prompt)
+            prompt,
+            len(answer_ids),
+            random=None,
+            ending=Ending.of(self.target, prompt),
+            answer=list(answer_ids),
         )
         try:
             taps = self._force_slots(request, ids, first)
         except UnsupportedModelError:
             taps = self._force_plainly(request, ids, first)
-        request.answer = list(answer_ids)
         return self._trace(request, finish, taps, path="forced")
 
     def _request(self, prompt: RenderedPrompt) -> _Request:
@@ -361,14 +369,18 @@ class Answerer:
 
     def _retire(self, engine: Engine, active: list[_Request]) -> Iterator[Trace]:
         """Yield finished answers, and the given ones behind their prompts; close the gaps they leave."""
-        while ended := self._ended(active):
-            traces = [
-                self._trace(request, finish, engine.slot_taps(slot, request.length))
-                for slot, request, finish in ended
-            ]
+        ended = [(slot, r, finish) for slot, r in enumerate(active) if (finish := self._finish(r))]
+        while ended:
+            # from the back: the last sequence moves into a gap, and no slot below it changes hands
+            batch = [ended.pop()]
+            rows = _rows_after(batch[0][1])
+            while ended and rows + _rows_after(ended[-1][1]) <= _LOGIT_ROWS:
+                batch.append(ended.pop())
+                rows += _rows_after(batch[-1][1])
+            traces = [self._trace(r, finish, engine.slot_taps(slot, r.length)) for slot, r, finish in batch]
             # the prompts' keys and values are still there
-            traces += self._force_in_place(engine, [(slot, r) for slot, r, _ in ended if r.given])
-            for slot, request, _finish in reversed(ended):
+            traces += self._force_in_place(engine, [(slot, r) for slot, r, _finish in batch if r.given])
+            for slot, request, _finish in batch:
                 last = active.pop()
                 if last is not request:
                     engine.move(len(active), slot, last.length)
@@ -376,46 +388,40 @@ class Answerer:
                 engine.begin(len(active), None)
             yield from traces
 
-    def _ended(self, active: Sequence[_Request]) -> list[tuple[int, _Request, Finish]]:
-        """Return the next finished requests with their slots: one, or several with few given rows together."""
-        ended: list[tuple[int, _Request, Finish]] = []
-        rows = 0
-        for slot, request in enumerate(active):
-            finish = self._finish(request)
-            if finish is None:
-                continue
-            rows += len(request.given.ids) if request.given else _LOGIT_ROWS
-            if ended and rows > _LOGIT_ROWS:
-                break
-            ended.append((slot, request, finish))
-        return ended
-
     def _force_in_place(self, engine: Engine, ended: Sequence[tuple[int, _Request]]) -> list[Trace]:
         """Force the given answers of requests over their own ones, in their slots."""
+        if not ended:
+            return []
         forced: list[tuple[int, _Request, Finish]] = []
         for slot, request in ended:
             assert request.given is not None
             answer = list(request.given.ids)
             again = _Request(request.prompt, len(answer), random=None, ending=request.ending, answer=answer)
             forced.append((slot, again, request.given.finish))
-        longest = max((len(request.answer) for _slot, request, _finish in forced), default=0)
-        for begin in range(0, longest, _LOGIT_ROWS):
-            here = slice(begin, begin + _LOGIT_ROWS)
-            # the prompt's last token is fed again: its logits score the first answer token
-            segments = [
-                Segment(slot=slot, start=len(request.prompt.token_ids) - 1 + begin, ids=fed)
-                for slot, request, _finish in forced
-                if (fed := (request.prompt.token_ids[-1], *request.answer[:-1])[here])
-            ]
-            logits = engine.forward(segments, logits_at=range(sum(len(s.ids) for s in segments))).logits
-            for _slot, request, _finish in forced:
-                tokens = request.answer[here]
-                self._describe(request, logits[: len(tokens)], tokens)
-                logits = logits[len(tokens) :]
+        self._score_answers(engine, [(slot, request) for slot, request, _finish in forced])
         return [
             self._trace(request, finish, engine.slot_taps(slot, request.length), path="forced")
             for slot, request, finish in forced
         ]
+
+    def _score_answers(self, engine: Engine, requests: Sequence[tuple[int, _Request]]) -> None:
+        """Run the answers of requests in slots that hold their prompts; the last prompt token is fed again.
+
+        Its logits score the first answer token. Few rows of logits at a time: a row is the whole vocabulary.
+        """
+        longest = max(len(request.answer) for _slot, request in requests)
+        for begin in range(0, longest, _LOGIT_ROWS):
+            here = slice(begin, begin + _LOGIT_ROWS)
+            segments = [
+                Segment(slot=slot, start=len(request.prompt.token_ids) - 1 + begin, ids=fed)
+                for slot, request in requests
+                if (fed := (request.prompt.token_ids[-1], *request.answer[:-1])[here])
+            ]
+            logits = engine.forward(segments, logits_at=range(sum(len(s.ids) for s in segments))).logits
+            for _slot, request in requests:
+                tokens = request.answer[here]
+                self._describe(request, logits[: len(tokens)], tokens)
+                logits = logits[len(tokens) :]
 
     def _trace(
         self, request: _Request, finish: Finish, taps: dict[int, Tensor], path: AnswerPath = "free"
@@ -440,19 +446,12 @@ class Answerer:
 
     def _force_slots(self, request: _Request, ids: Sequence[int], first: int) -> dict[int, Tensor]:
         engine, start = self._forcing_slot(ids, first)
+        while start < first:
+            piece = ids[start : min(start + _PREFILL_TOKENS, first)]
+            engine.forward([Segment(slot=0, start=start, ids=piece)], logits_at=[len(piece) - 1])
+            start += len(piece)
+        self._score_answers(engine, [(0, request)])
         stop = len(ids) - 1
-        while start < stop:
-            # few rows of logits at a time where the answer is: a row is the whole vocabulary
-            size = min(_PREFILL_TOKENS if start < first else _LOGIT_ROWS, stop - start)
-            if start < first < start + size:
-                size = first - start
-            piece = ids[start : start + size]
-            inside = start >= first
-            rows = range(len(piece)) if inside else [len(piece) - 1]
-            out = engine.forward([Segment(slot=0, start=start, ids=piece)], logits_at=rows)
-            if inside:
-                self._describe(request, out.logits, ids[start + 1 : start + size + 1])
-            start += size
         self._forced = engine, tuple(ids[:stop])
         return engine.slot_taps(0, stop)
 

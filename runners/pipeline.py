@@ -17,7 +17,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -327,8 +326,7 @@ class Pipeline:
             else:
                 self._run(list(self._work(turn, "free", clean)))
                 # clean answers exist now: the forced path replays them, from the same prompts' keys where it can
-                both = chain(self._work(turn, "free", other), self._work(turn, "forced", other))
-                self._run(list(both))
+                self._run([*self._work(turn, "free", other), *self._work(turn, "forced", other)])
             self._run(list(self._work(turn, "free", noisy)))
         self._say_unstopped()
         return self.report

@@ -220,15 +220,17 @@ def _print_results(out: Path) -> None:
     if scores:
         console.print()
         click.echo(render(_deepest(scores) if many else scores, "text", console.width))
-    parts = attribution(connection=connection)
-    if parts and not many:
-        click.echo(render_parts(parts, "text", console.width))
     if many:
         click.echo(
             f"{num_conditions} conditions: shown are the clean one and the families. Every row: specbench report {out}"
         )
-        if parts:
+        where = table.select(["condition", "answer_path"]).to_pylist()
+        free, forced = ({r["condition"] for r in where if r["answer_path"] == p} for p in ("free", "forced"))
+        # to know that there is something to split, nothing has to be resampled
+        if free & forced:
             click.echo(f"What each drop is made of: specbench report {out} --attribution")
+    elif parts := attribution(connection=connection):
+        click.echo(render_parts(parts, "text", console.width))
     console.print()
     for sentence in verdicts(out, table=table, scores=scores):
         console.print(f"- {sentence}", markup=False, highlight=False)

@@ -94,6 +94,7 @@ def test_the_bundled_recipe_has_the_arms_of_the_zoo() -> None:
         <= names
     )
     assert len({repr(arm.setting) for arm in further.arms if arm.name != "dflash"}) == 1
+    assert len({(a.setting.steps, a.setting.seed, a.setting.batch_rows) for a in further.arms}) == 1
     (rate,) = {arm.setting.optim.lr for arm in further.arms if arm.name == "dflash"}
     assert rate == 4e-4
     assert (further.draft_vocab, further.held_out, further.sizes) == (
