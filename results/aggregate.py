@@ -111,6 +111,7 @@ def register(connection: Any, sources: Source | Iterable[Source]) -> None:
             f"CREATE OR REPLACE VIEW {name} AS SELECT * FROM ({body}) {once if name == 'answers' else ''}"
         )
     _register_accuracy(connection, stores, names)
+    connection.execute("CREATE OR REPLACE TEMP TABLE cells_made (keys VARCHAR[])")
     for view, rules in (("rounds", ROUND_RULES), ("answers", ANSWER_RULES)):
         for problem in rule_problems(connection, view, rules):
             where = ", ".join(str(s.path) for s in stores)
@@ -263,9 +264,13 @@ def _with_accuracy(connection: Any, table: Any, by: Sequence[str]) -> Any:
 def make_cells(connection: Any, by: Sequence[str]) -> None:
     """Make the temporary table ``cells``: weighted sums per group, prompt, accepted and drafted count.
 
-    ``suite`` and ``prompt_id`` are always kept, so that prompts of two suites never mix.
+    ``suite`` and ``prompt_id`` are always kept, so that prompts of two suites never mix. Cells that are there already,
+    by the same columns, stay: the tables, the robustness score and the figures of a run are all made from one set.
     """
     keys = list(dict.fromkeys([*by, "suite", "prompt_id", "num_accepted", "num_drafted", "k"]))
+    made = connection.execute("SELECT keys FROM cells_made").fetchall()
+    if made == [(keys,)]:
+        return
     descriptive = [c for c in _DESCRIPTIVE if c not in keys]
     connection.execute(
         f"""
@@ -282,12 +287,13 @@ def make_cells(connection: Any, by: Sequence[str]) -> None:
         FROM rounds GROUP BY {", ".join(keys)}
         """
     )
+    connection.execute("CREATE OR REPLACE TEMP TABLE cells_made AS SELECT ?::VARCHAR[] AS keys", [keys])
 
 
 def pooled_groups(connection: Any) -> tuple[list[Group], dict[str, str]]:
     """Sum a run's rounds over its suites: the groups, one a drafter, condition and so on, and each condition's family.
 
-    Makes ``cells`` anew, by :data:`GROUP`.
+    Makes ``cells``, by :data:`GROUP`.
     """
     make_cells(connection, GROUP)
     families = dict(connection.execute("SELECT DISTINCT condition, family FROM answers").fetchall())

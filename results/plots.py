@@ -28,6 +28,10 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)), (0, (8, 2)))
 _LINE = ("drafter", "target", "runner", "sampler", "temperature", "k")
 """What makes a line of a figure."""
+_FEW_CONDITIONS, _FEW_DRAFTERS = 12, 6
+"""More are shown as a table in colours: marks and intervals would lie on each other."""
+_FULL_COLOUR = 0.5
+"""Retention this far from 1 has the full colour."""
 HATCHES = ("", "//", "\\\\", "..", "xx", "++", "oo", "--")
 
 
@@ -41,7 +45,7 @@ def plot_run(
     connection: Any = None,
     table: Any = None,
 ) -> list[Path]:
-    """Draw every figure the run has data for; suites are pooled.
+    """Draw every figure the run has data for; suites are pooled, of several depths the largest is shown.
 
     Args:
         run: run directory.
@@ -68,10 +72,11 @@ def plot_run(
     else:
         make_cells(connection, GROUP)
     rows = table.to_pylist()
-    pooled = [r for r in rows if r["suite"] == OVERALL and r["answer_path"] == "free"]
+    overall = _deepest([r for r in rows if r["suite"] == OVERALL])
+    pooled = [r for r in overall if r["answer_path"] == "free"]
     figures: dict[str, Callable[[], Any]] = {
         "acceptance_by_depth": lambda: _by_depth(pooled),
-        "retention_by_family": lambda: _by_family(pooled),
+        "retention_by_family": lambda: _by_family(overall),
         "accepted_counts": lambda: _histogram(_counts(connection), pooled),
     }
     folder, written = Path(out), []
@@ -87,18 +92,19 @@ def plot_run(
     return written
 
 
-def _figure(width: float, height: float) -> tuple[Any, Any]:
-    """Return a figure and its axes without touching matplotlib's global state."""
+def _figure(width: float, height: float, panels: int = 1) -> tuple[Any, list[Any]]:
+    """Return a figure and its axes, side by side, without touching matplotlib's global state."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="#DDDDDD", linewidth=0.6)
-    axes.set_axisbelow(True)
-    return figure, axes
+    found = list(figure.subplots(1, panels, squeeze=False, sharey=True)[0])
+    for axes in found:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="#DDDDDD", linewidth=0.6)
+        axes.set_axisbelow(True)
+    return figure, found
 
 
 def _style(index: int) -> dict[str, Any]:
@@ -130,7 +136,7 @@ def _by_depth(rows: Sequence[dict[str, Any]]) -> Any:
     clean = [r for r in rows if r["condition"] == CLEAN]
     if not clean:
         return None
-    figure, axes = _figure(6.4, 4.2)
+    figure, (axes,) = _figure(6.4, 4.2)
     footnote = ""
     for index, (key, label) in enumerate(_names(clean)):
         (row,) = [r for r in clean if _key(r) == key]
@@ -159,45 +165,109 @@ def _by_depth(rows: Sequence[dict[str, Any]]) -> Any:
 
 
 def _by_family(rows: Sequence[dict[str, Any]]) -> Any:
-    """Retention of every condition, grouped by family, one mark a drafter."""
+    """Retention of every condition, grouped by family: marks where they are few, else a table in colours."""
     kept = [r for r in rows if r["condition"] != CLEAN and r["retention"] is not None]
     if not kept:
         return None
-    families: dict[str, list[str]] = defaultdict(list)
-    for row in sorted(kept, key=lambda r: (r["family"], r["condition"])):
-        if row["condition"] not in families[row["family"]]:
-            families[row["family"]].append(row["condition"])
-    conditions = list(itertools.chain.from_iterable(families.values()))
+    conditions = _by_loss(kept)
     drafters = _names(kept)
-    figure, axes = _figure(7.2, max(2.6, 0.28 * len(conditions) * max(1, len(drafters) ** 0.5) + 1.2))
-    for index, (key, label) in enumerate(drafters):
-        own = {r["condition"]: r for r in kept if _key(r) == key}
-        shift = (index - (len(drafters) - 1) / 2) * 0.7 / len(drafters)
-        places = [i + shift for i, c in enumerate(conditions) if c in own]
-        found = [own[c] for c in conditions if c in own]
-        values = np.array([r["retention"] for r in found])
-        ends = [
-            [r[f"retention_{e}"] if r[f"retention_{e}"] is not None else r["retention"] for r in found]
-            for e in ("low", "high")
-        ]
-        style = _style(index) | {"linestyle": "none"}
-        axes.errorbar(
-            values, places, xerr=[values - ends[0], ends[1] - values], label=label, capsize=2, **style
-        )
-    borders = np.cumsum([len(c) for c in families.values()])[:-1] - 0.5
-    for border in borders:
-        axes.axhline(border, color="#BBBBBB", linewidth=0.6)
-    axes.axvline(1.0, color="#555555", linewidth=1)
-    axes.set_yticks(range(len(conditions)), conditions, fontsize=8)
-    axes.set(
-        xlabel=f"retention of accepted_per_round against {CLEAN}",
-        title="Retention by family",
-        ylim=(len(conditions) - 0.5, -0.5),
-    )
-    axes.legend(
-        frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.12 - 0.3 / len(conditions))
-    )
+    paths = [p for p in ("free", "forced") if any(r["answer_path"] == p for r in kept)]
+    few = len(conditions) <= _FEW_CONDITIONS and len(drafters) <= _FEW_DRAFTERS
+    figure, panels = (_marks if few else _map)(kept, conditions, drafters, paths)
+    for axes, path in zip(panels, paths, strict=True):
+        axes.set_title(f"{path} answers" if len(paths) > 1 else "Retention by family", fontsize=10)
+    for (first, _), (second, place) in itertools.pairwise(
+        (family, i) for i, (family, _) in enumerate(conditions)
+    ):
+        if first != second:
+            for axes in panels:
+                axes.axhline(place - 0.5, color="#555555", linewidth=0.8)
+    panels[0].set_yticks(range(len(conditions)), [c for _, c in conditions], fontsize=8)
     return figure
+
+
+def _deepest(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Keep the largest depth of every drafter: the others show the first steps of the same."""
+    shallow = [f for f in _LINE if f != "k"]
+    depth: dict[tuple[Any, ...], int] = defaultdict(int)
+    for row in rows:
+        key = tuple(row[f] for f in shallow)
+        depth[key] = max(depth[key], row["k"])
+    return [r for r in rows if r["k"] == depth[tuple(r[f] for f in shallow)]]
+
+
+def _by_loss(rows: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Return (family, condition), families by name, in each the condition that costs the drafters most first."""
+    values: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for row in rows:
+        values[row["family"], row["condition"]].append(row["retention"])
+    return sorted(values, key=lambda c: (c[0], float(np.median(values[c]))))
+
+
+def _marks(
+    rows: Sequence[dict[str, Any]],
+    conditions: Sequence[tuple[str, str]],
+    drafters: Sequence[tuple[tuple[Any, ...], str]],
+    paths: Sequence[str],
+) -> tuple[Any, list[Any]]:
+    """One mark with its interval a drafter."""
+    height = max(2.6, 0.28 * len(conditions) * max(1, len(drafters) ** 0.5) + 1.4)
+    figure, panels = _figure(2.4 + 4.8 * len(paths), height, panels=len(paths))
+    for axes, path in zip(panels, paths, strict=True):
+        for index, (key, label) in enumerate(drafters):
+            own = {r["condition"]: r for r in rows if _key(r) == key and r["answer_path"] == path}
+            shift = (index - (len(drafters) - 1) / 2) * 0.7 / len(drafters)
+            places = [i + shift for i, (_, c) in enumerate(conditions) if c in own]
+            found = [own[c] for _, c in conditions if c in own]
+            values = np.array([r["retention"] for r in found])
+            ends = [
+                [r[f"retention_{e}"] if r[f"retention_{e}"] is not None else r["retention"] for r in found]
+                for e in ("low", "high")
+            ]
+            style = _style(index) | {"linestyle": "none"}
+            spread = [values - ends[0], ends[1] - values]
+            axes.errorbar(values, places, xerr=spread, label=label, capsize=2, **style)
+        axes.axvline(1.0, color="#555555", linewidth=1)
+        axes.set(xlabel=f"retention against {CLEAN}", ylim=(len(conditions) - 0.5, -0.5))
+    marks, names = panels[0].get_legend_handles_labels()
+    figure.legend(
+        marks, names, frameon=False, fontsize=8, loc="outside lower center", ncols=min(3, len(names))
+    )
+    return figure, panels
+
+
+def _map(
+    rows: Sequence[dict[str, Any]],
+    conditions: Sequence[tuple[str, str]],
+    drafters: Sequence[tuple[tuple[Any, ...], str]],
+    paths: Sequence[str],
+) -> tuple[Any, list[Any]]:
+    """One cell a drafter and condition: its number, and a colour, red for a loss; bold where the interval misses 1."""
+    width, height = 2.6 + 0.62 * len(drafters) * len(paths), 2.2 + 0.23 * len(conditions)
+    figure, panels = _figure(width, height, panels=len(paths))
+    names = [label for _, label in drafters]
+    at = {c: i for i, (_, c) in enumerate(conditions)}
+    column = {key: i for i, (key, _) in enumerate(drafters)}
+    for axes, path in zip(panels, paths, strict=True):
+        values = np.full((len(conditions), len(drafters)), np.nan)
+        for row in rows:
+            if row["answer_path"] != path:
+                continue
+            i, j = at[row["condition"]], column[_key(row)]
+            values[i, j] = row["retention"]
+            low, high = row["retention_low"], row["retention_high"]
+            sure = low is not None and high is not None and not low <= 1 <= high
+            dark = abs(row["retention"] - 1) > _FULL_COLOUR * 0.7
+            axes.text(
+                j, i, f"{row['retention']:.2f}", ha="center", va="center", fontsize=7,
+                color="white" if dark else "black", fontweight="bold" if sure else "normal",
+            )  # fmt: skip
+        axes.imshow(values, cmap="RdBu", vmin=1 - _FULL_COLOUR, vmax=1 + _FULL_COLOUR, aspect="auto")
+        axes.set_xticks(range(len(names)), names, rotation=40, ha="right", fontsize=8)
+        axes.grid(visible=False)
+        axes.tick_params(length=0)
+    figure.supxlabel(f"retention against {CLEAN}; bold: the 95 % interval does not hold 1", fontsize=8)
+    return figure, panels
 
 
 def _counts(connection: Any) -> dict[tuple[Any, ...], dict[int, float]]:
@@ -220,7 +290,7 @@ def _histogram(counts: dict[tuple[Any, ...], dict[int, float]], rows: Sequence[d
     if not clean:
         return None
     names = _names(clean)
-    figure, axes = _figure(6.4, 4.2)
+    figure, (axes,) = _figure(6.4, 4.2)
     width = 0.8 / len(names)
     for index, (key, label) in enumerate(names):
         own, depth = counts[key], key[-1]

@@ -122,34 +122,54 @@ def estimate(
             return Estimates(
                 value=value, low=nothing, high=nothing, error=nothing, p=nothing, num_prompts=len(sums)
             )
-        draws = statistic(resampled_sums(sums, plan))
+        draws = np.ascontiguousarray(statistic(resampled_sums(sums, plan)).T)
     nulls = np.broadcast_to(np.asarray(null, np.float64), value.shape)
-    columns = [_summarise(value[q], draws[:, q], nulls[q], len(sums), plan) for q in range(len(value))]
-    low, high, error, p = (np.array(c) for c in zip(*columns, strict=True))
+    low, high, error, p = (np.full_like(value, np.nan) for _ in range(4))
+    whole = np.isfinite(draws.sum(axis=1)) & np.isfinite(value)
+    sets = [(np.flatnonzero(whole), draws if whole.all() else draws[whole])] if whole.any() else []
+    for q in np.flatnonzero(np.isfinite(value) & ~whole):
+        # some resample leaves this one undefined: an empty denominator
+        used = draws[q][np.isfinite(draws[q])]
+        if len(used) >= (1 - _MISSING_SHARE) * draws.shape[1]:
+            sets.append((np.array([q]), used[None]))
+    for own, used in sets:
+        low[own], high[own], error[own], p[own] = _summarise(value[own], used, nulls[own], len(sums), plan)
     return Estimates(value=value, low=low, high=high, error=error, p=p, num_prompts=len(sums))
 
 
 def _summarise(
-    value: float, draws: Floats, null: float, prompts: int, plan: Plan
-) -> tuple[float, float, float, float]:
-    """Return (low, high, standard error, p) of one statistic."""
-    finite = draws[np.isfinite(draws)]
-    if not np.isfinite(value) or len(finite) < (1 - _MISSING_SHARE) * len(draws):
-        return (np.nan,) * 4
-    # Sums in another order differ in their last bits; such draws must count as equal.
-    slack = 1e-12 * max(abs(value), 1.0)
-    if finite.max() - finite.min() <= slack:
-        return (value, value, 0.0, 1.0 if abs(value - null) <= slack else 0.0)
+    value: Floats, draws: Floats, null: Floats, prompts: int, plan: Plan
+) -> tuple[Floats, Floats, Floats, Floats]:
+    """Return low, high, standard error and p of each statistic, [Q], from its finite draws [Q, n]."""
+    error = draws.std(axis=1, ddof=1)
+    draws = np.sort(draws, axis=1)
     tail = _tail(plan, prompts)
-    low, high = np.quantile(finite, [tail, 1 - tail])
-    error = float(finite.std(ddof=1))
-    below = np.count_nonzero(finite < null - slack) + np.count_nonzero(finite <= null + slack)
-    share = below / (2 * len(finite))
-    if min(share, 1 - share) * len(finite) < 1:
-        # No resample reached the null: Student's tail takes over where counting ends.
-        far = 2 * _student_cumulative(-abs(value - null) / error, prompts - 1)
-        return float(low), float(high), error, min(2 / (len(finite) + 1), far)
-    return float(low), float(high), error, _p_value(share, prompts, plan)
+    low, high = _quantile_of_sorted(draws, tail), _quantile_of_sorted(draws, 1 - tail)
+    # Sums in another order differ in their last bits; such draws must count as equal.
+    slack = 1e-12 * np.maximum(np.abs(value), 1.0)
+    at = null[:, None]
+    below = np.count_nonzero(draws < at - slack[:, None], axis=1)
+    below += np.count_nonzero(draws <= at + slack[:, None], axis=1)
+    p = np.array([
+        _p_value(float(v), float(n), float(e), int(b) / (2 * draws.shape[1]), draws.shape[1], prompts, plan)
+        for v, n, e, b in zip(value, null, error, below, strict=True)
+    ])  # fmt: skip
+    same = draws[:, -1] - draws[:, 0] <= slack
+    return (
+        np.where(same, value, low),
+        np.where(same, value, high),
+        np.where(same, 0.0, error),
+        np.where(same, np.where(np.abs(value - null) <= slack, 1.0, 0.0), p),
+    )
+
+
+def _quantile_of_sorted(draws: Floats, share: float) -> Floats:
+    """Return the quantile of each row, interpolated; sorting whole is four times faster than numpy's quantile."""
+    place = share * (draws.shape[1] - 1)
+    before = int(place)
+    left, right = draws[:, before], draws[:, min(before + 1, draws.shape[1] - 1)]
+    between: Floats = left + (right - left) * (place - before)
+    return between
 
 
 def _tail(plan: Plan, prompts: int) -> float:
@@ -160,8 +180,14 @@ def _tail(plan: Plan, prompts: int) -> float:
     return _cumulative(np.sqrt(prompts / (prompts - 1)) * _student_quantile(half, prompts - 1))
 
 
-def _p_value(share: float, prompts: int, plan: Plan) -> float:
+def _p_value(
+    value: float, null: float, error: float, share: float, draws: int, prompts: int, plan: Plan
+) -> float:
     """From the share of resamples below the null to the level whose interval would just touch it."""
+    if min(share, 1 - share) * draws < 1:
+        # No resample reached the null: Student's tail takes over where counting ends.
+        far = 2 * _student_cumulative(-abs(value - null) / error, prompts - 1) if error else 0.0
+        return min(2 / (draws + 1), far)
     if plan.expand:
         share = _student_cumulative(np.sqrt((prompts - 1) / prompts) * _quantile(share), prompts - 1)
     return min(1.0, 2 * min(share, 1 - share))

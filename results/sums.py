@@ -47,7 +47,7 @@ def strata_of(suites: Integers) -> tuple[int, ...]:
 
 def accepted_per_round(sums: Floats) -> Floats:
     """From sums [..., k+1] to [..., 1]: sum of m_i."""
-    accepted: Floats = sums[..., 1:].sum(axis=-1, keepdims=True)
+    accepted: Floats = sums[..., 1:] @ np.ones((sums.shape[-1] - 1, 1))
     return accepted / sums[..., :1]
 
 

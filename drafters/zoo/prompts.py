@@ -321,6 +321,11 @@ def rows(prompts: Sequence[Sequence[str]], source: str = "ours") -> list[Row]:
     ]
 
 
+def read(path: Path) -> list[Row]:
+    """Return the rows of a file of prompts."""
+    return [json.loads(line) for line in path.read_text().split("\n") if line]
+
+
 def mix(ours: Sequence[Row], others: Sequence[Row], most: Mapping[str, int], seed: int = 0) -> list[Row]:
     """Return both in one random order.
 
@@ -359,15 +364,21 @@ def main() -> None:
     )
     parser.add_argument("--mix", type=Path, help="prompts of another file to shuffle in")
     parser.add_argument("--most", type=_limit, action="append", default=[], metavar="SOURCE=N")
+    parser.add_argument(
+        "--without", type=Path, action="append", default=[], help="leave out what this file has already"
+    )
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
+    known = {tuple(row["turns"]) for path in options.without for row in read(path)}
     if options.second:
-        found = rows(make_more(options.count, options.seed), "more")
+        talks = make_more(options.count, options.seed)
     else:
-        found = rows([[text] for text in make_prompts(options.count, options.seed)])
+        talks = [[text] for text in make_prompts(options.count, options.seed)]
+    # a source of its own for every seed: answers of several files are read as one, by id
+    source = ("more" if options.second else "ours") + (str(options.seed) if options.seed else "")
+    found = rows([turns for turns in talks if tuple(turns) not in known], source)
     if options.mix is not None:
-        others = [json.loads(line) for line in options.mix.read_text().split("\n") if line]
-        found = mix(found, others, dict(options.most), options.seed)
+        found = mix(found, read(options.mix), dict(options.most), options.seed)
     options.out.write_text("".join(json.dumps(row) + "\n" for row in found))
 
 

@@ -80,3 +80,38 @@ def test_bad_requests_are_refused(run: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot write figures"):
         plot_run(run, tmp_path / "file", draws=100)
+
+
+def _rows(conditions: int, drafters: int, depths: tuple[int, ...] = (7,)) -> list[dict]:
+    """Overall rows on both answer paths; condition i costs its part i hundredths."""
+    found = []
+    for path in ("free", "forced"):
+        for j in range(drafters):
+            for k in depths:
+                own = {"drafter": f"d{j}", "target": "t", "runner": "replay", "sampler": "greedy", "k": k}
+                own |= {"temperature": 0.0, "answer_path": path, "suite": "all"}
+                for i in range(conditions):
+                    kept = 1 - i / 100 - j / 10 + (path == "forced") * 0.001 * k
+                    row = {"condition": f"text/c{i}", "family": "text", "retention": kept}
+                    found.append(own | row | {"retention_low": kept - 0.05, "retention_high": kept + 0.05})
+    return found
+
+
+def test_many_conditions_become_a_table_of_both_answer_paths() -> None:
+    figure = plots._by_family(plots._deepest(_rows(20, 3, depths=(3, 7))))
+    free, forced = figure.axes
+    assert (free.get_title(), forced.get_title()) == ("free answers", "forced answers")
+    labels = [t.get_text() for t in free.get_yticklabels()]
+    assert labels == [f"text/c{i}" for i in reversed(range(20))]  # what costs most comes first
+    assert [t.get_text() for t in forced.get_xticklabels()] == ["d0", "d1", "d2"]
+    cells = {(t.get_position(), t.get_text(), t.get_fontweight()) for t in forced.texts}
+    assert len(forced.texts) == 60  # the largest depth alone
+    assert ((0, 19), "1.01", "normal") in cells  # c0, d0: 1 + 0.007
+    assert ((2, 0), "0.62", "bold") in cells  # c19, d2: 1 - 0.19 - 0.2 + 0.007, interval below 1
+
+
+def test_few_conditions_are_marks_with_intervals() -> None:
+    figure = plots._by_family(_rows(3, 2))
+    assert [axes.get_title() for axes in figure.axes] == ["free answers", "forced answers"]
+    assert not figure.axes[0].images
+    assert [t.get_text() for t in figure.legends[0].get_texts()] == ["d0", "d1"]
