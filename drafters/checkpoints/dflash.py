@@ -24,10 +24,10 @@ from specbench.drafters.checkpoints.strict import (
     rope_parameters,
     same,
     target_ids,
+    which_head,
     whole,
 )
 from specbench.drafters.checkpoints.write import layer_config, write_checkpoint
-from specbench.drafters.config import Head
 from specbench.drafters.dflash import ContextNorm, DFlashConfig, DFlashModel, default_target_layers
 from specbench.drafters.modules import check_target
 from specbench.drafters.resolve import check_options
@@ -257,7 +257,7 @@ def _config(
         mlp_bias="layers.0.mlp.gate_proj.bias" in weights,
         own_embed="embed_tokens.weight" in weights,
         own_mask="mask_embedding" in weights,
-        head=_head(facts, weights, draft_vocab, vocab),
+        head=which_head((facts.get("specbench") or {}).get("head"), weights, draft_vocab, vocab),
         value_scale=float(facts.get("attention_value_scale") or 1.0),
         rms_norm_eps=float(facts.get("rms_norm_eps") or 1e-6),
         hidden_act=str(facts.get("hidden_act") or "silu"),
@@ -320,19 +320,6 @@ def _windows(facts: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...
             "config.json asks for sliding attention but sets neither swa_window_size nor sliding_window"
         )
     return tuple(int(window) if s else None for s in sliding)
-
-
-def _head(facts: Mapping[str, Any], weights: Mapping[str, Tensor], draft_vocab: int, vocab: int) -> Head:
-    if "lm_head.weight" in weights:
-        return "own"
-    if (facts.get("specbench") or {}).get("head") == "target_rows":
-        return "target_rows"
-    if draft_vocab != vocab:
-        raise UserError(
-            "lm_head.weight is missing, and the target's head cannot stand in for a draft vocabulary of "
-            f"{draft_vocab}; the checkpoint is incomplete"
-        )
-    return "target"
 
 
 def _hint(name: str) -> str | None:

@@ -15,8 +15,14 @@ from torch import Tensor
 
 from specbench.drafters.checkpoints.files import find, read_config, read_tensors
 from specbench.drafters.checkpoints.layouts import Facts, Notes, read_layout
-from specbench.drafters.checkpoints.strict import check_weights, on_meta, rope_parameters, same, target_ids
-from specbench.drafters.config import Head
+from specbench.drafters.checkpoints.strict import (
+    check_weights,
+    on_meta,
+    rope_parameters,
+    same,
+    target_ids,
+    which_head,
+)
 from specbench.drafters.eagle3 import Eagle3Config, Eagle3Model, Feedback, Positions, Sink, default_taps
 from specbench.drafters.modules import check_target
 from specbench.drafters.resolve import check_options
@@ -159,7 +165,7 @@ def _config(
         fc=facts.use_aux,
         windows=_windows(facts, options, num_layers, notes),
         own_embed="embed_tokens.weight" in weights,
-        head=_head(facts, weights, draft_vocab),
+        head=which_head(facts.own.get("head"), weights, draft_vocab, int(sizes["vocab_size"])),
         rms_norm_eps=float(sizes.get("rms_norm_eps") or 1e-6),
         hidden_act=str(sizes.get("hidden_act") or "silu"),
         logit_scale=float(sizes.get("logit_scale") or 1.0),
@@ -256,29 +262,6 @@ def _taps(
             "gives it, vLLM before it; choose a lower tap"
         )
     return taps
-
-
-def _head(facts: Facts, weights: Mapping[str, Tensor], draft_vocab: int) -> Head:
-    declared = facts.own.get("head")
-    if declared is not None and declared not in get_args(Head):
-        raise UserError(
-            f"config.json: specbench.head = {declared!r} is unknown; known: {', '.join(get_args(Head))}"
-        )
-    if "lm_head.weight" in weights:
-        if declared not in (None, "own"):
-            raise UserError(
-                f"config.json says specbench.head = {declared!r}, but the file holds lm_head.weight; drop one"
-            )
-        return "own"
-    if declared == "target_rows":
-        return "target_rows"
-    if draft_vocab != int(facts.sizes["vocab_size"]):
-        raise UserError(
-            "lm_head.weight is missing, and the target's head cannot stand in for a draft vocabulary of "
-            f"{draft_vocab}; "
-            "the checkpoint is incomplete"
-        )
-    return "target"
 
 
 def _biases(facts: Facts, weights: Mapping[str, Tensor]) -> dict[str, Any]:

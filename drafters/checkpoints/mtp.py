@@ -32,10 +32,10 @@ from specbench.drafters.checkpoints.strict import (
     rope_parameters,
     same,
     target_ids,
+    which_head,
     whole,
 )
 from specbench.drafters.checkpoints.write import layer_config, write_checkpoint
-from specbench.drafters.config import Head
 from specbench.drafters.modules import check_target
 from specbench.drafters.mtp import AttentionKind, MtpConfig, MtpModel
 from specbench.drafters.mtp_parts import ExpertSizes, LatentSizes
@@ -392,25 +392,13 @@ def make_config(facts: MtpFacts, weights: Mapping[str, Tensor], num_layers: int)
         o_bias=f"{first}o_proj.bias" in weights,
         mlp_bias="layers.0.mlp.gate_proj.bias" in weights,
         own_embed="embed_tokens.weight" in weights,
-        head=_head(facts, weights, draft_vocab, vocab),
+        head=which_head(facts.own.get("head"), weights, draft_vocab, vocab),
         rms_norm_eps=float(s.get("rms_norm_eps") or 1e-6),
         hidden_act=str(s.get("hidden_act") or "silu"),
         rope=_rope(facts.family, s),
         max_positions=int(s.get("max_position_embeddings") or 32768),
         trained_depth=facts.trained_depth,
     )
-
-
-def _head(facts: MtpFacts, weights: Mapping[str, Tensor], draft_vocab: int, vocab: int) -> Head:
-    if "lm_head.weight" in weights:
-        return "own"
-    if facts.own.get("head") == "target_rows":
-        return "target_rows"
-    if draft_vocab != vocab:
-        raise UserError(
-            f"lm_head.weight is missing, and the target's head cannot stand in for a draft vocabulary of {draft_vocab}"
-        )
-    return "target"
 
 
 def _latent(s: Mapping[str, Any]) -> LatentSizes:

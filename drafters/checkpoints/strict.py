@@ -6,13 +6,13 @@ Example: ``check_weights(weights, needed=model.state_dict(), hint=lambda name: N
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from specbench.drafters.checkpoints.layouts import Notes
-from specbench.drafters.config import DEFAULT_ROPE
+from specbench.drafters.config import DEFAULT_ROPE, Head
 from specbench.errors import UserError
 from specbench.types import TargetWeights
 
@@ -76,6 +76,37 @@ def target_ids(size: int, vocab: int, maps: Mapping[str, Tensor], notes: Notes) 
             "Train or export again; @vocab_map=identity says that it is meant"
         )
     return ids
+
+
+def which_head(declared: Any, weights: Mapping[str, Tensor], draft_vocab: int, vocab: int) -> Head:
+    """Return whose output rows a drafter uses: its own, the target's, or those of the target's it keeps.
+
+    Args:
+        declared: ``specbench.head`` of config.json; None where it says nothing.
+        weights: of the checkpoint, under our names.
+        draft_vocab: ids the drafter can draft.
+        vocab: ids of the target.
+
+    Raises:
+        UserError: the declaration is unknown or contradicts the file, or no head fits the draft vocabulary.
+    """
+    if declared is not None and declared not in get_args(Head):
+        known = ", ".join(get_args(Head))
+        raise UserError(f"config.json: specbench.head = {declared!r} is unknown; known: {known}")
+    if "lm_head.weight" in weights:
+        if declared not in (None, "own"):
+            raise UserError(
+                f"config.json says specbench.head = {declared!r}, but the file holds lm_head.weight; drop one"
+            )
+        return "own"
+    if declared == "target_rows":
+        return "target_rows"
+    if draft_vocab != vocab:
+        raise UserError(
+            "lm_head.weight is missing, and the target's head cannot stand in for a draft vocabulary of "
+            f"{draft_vocab}; the checkpoint is incomplete"
+        )
+    return "target"
 
 
 def check_weights(
