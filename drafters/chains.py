@@ -183,13 +183,23 @@ class RecentProbe(Probe, Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SharedRows:
+    """Which packed rows read the same inputs: sequences that begin alike, with the same states."""
+
+    stands: Tensor
+    """[U] int64 packed row that stands for each row of ``Packed.taps``, ascending."""
+    reads: Tensor
+    """[N] int64 row of ``Packed.taps`` that each packed row reads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Packed:
     """Sequences back to back, one row per position that has taps."""
 
     inputs: Tensor
     """[N] int64: row p's token p+1; also the label of the chain step that predicts it."""
     taps: tuple[Tensor, ...]
-    """Per tap [N, H_target]."""
+    """Per tap [N, H_target]; [U, H_target] where rows share."""
     cu_seqlens: Tensor
     """[S+1] int64 boundaries."""
     positions: Tensor
@@ -200,6 +210,8 @@ class Packed:
     """[S, 2] int64 packed rows (start, end) that stay visible in spite of a window."""
     fused: Tensor | None = None
     """[N, H] what the model makes of the taps, where it is kept for several runs."""
+    shared: SharedRows | None = None
+    """None: every row has taps of its own."""
 
     @classmethod
     def build(
@@ -207,6 +219,7 @@ class Packed:
         sequences: Sequence[tuple[Tensor, Sequence[Tensor]]],
         sinks: Sequence[tuple[int, int]] | None = None,
         device: torch.device | str = "cpu",
+        beginnings: Sequence[tuple[int, int]] | None = None,
     ) -> Packed:
         """Pack sequences.
 
@@ -214,6 +227,7 @@ class Packed:
             sequences: per sequence (ids [T+1], taps each [T, H_target]): taps of all positions but the last.
             sinks: per sequence (start, end) positions; None: no sinks.
             device: where the result lies.
+            beginnings: per sequence (number of an earlier one, how many rows it begins with as that one does).
         """
         lengths = [len(ids) - 1 for ids, _ in sequences]
         assert all(t.shape[0] == n for (_, taps), n in zip(sequences, lengths, strict=True) for t in taps)
@@ -222,6 +236,13 @@ class Packed:
         positions = torch.cat([torch.arange(n) for n in lengths])
         last = torch.repeat_interleave(cu[1:] - 1, sizes)
         inputs = torch.cat([ids[1:] for ids, _ in sequences]).to(torch.int64)
+        shared = None
+        if beginnings is not None:
+            shared = _share(cu.tolist(), beginnings)
+            sequences = [
+                (ids, [t[count:] for t in taps])
+                for (ids, taps), (_, count) in zip(sequences, beginnings, strict=True)
+            ]
         columns = zip(*(taps for _, taps in sequences), strict=True)
         taps = tuple(
             c[0].to(device) if len(c) == 1 else torch.cat([t.to(device) for t in c]) for c in columns
@@ -232,6 +253,9 @@ class Packed:
             cu_seqlens=cu.to(device),
             positions=positions.to(device),
             last=last.to(device),
+            shared=None
+            if shared is None
+            else SharedRows(stands=shared[0].to(device), reads=shared[1].to(device)),
         )
         return packed.with_sinks(sinks)
 
@@ -241,6 +265,22 @@ class Packed:
             return replace(self, sink=None)
         starts = self.cu_seqlens[:-1, None]
         return replace(self, sink=torch.tensor(sinks, dtype=torch.int64, device=starts.device) + starts)
+
+
+def _share(starts: Sequence[int], beginnings: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+    """Return ``SharedRows.stands`` and ``reads`` of sequences between ``starts`` [S+1]."""
+    stands, reads, total = [], list[Tensor](), 0
+    for start, end, (other, count) in zip(starts[:-1], starts[1:], beginnings, strict=True):
+        own = torch.arange(start + count, end)
+        assert count == 0 or other < len(reads), "a sequence can begin as an earlier one does"
+        reads.append(
+            torch.cat((reads[other][:count], torch.arange(total, total + len(own))))
+            if count
+            else torch.arange(total, total + len(own))
+        )
+        stands.append(own)
+        total += len(own)
+    return torch.cat(stands), torch.cat(reads)
 
 
 def sink_span(
@@ -343,6 +383,8 @@ class _Chains:
     ) -> tuple[Tensor, Tensor]:
         """Fill the layer's keys and values for all rows; return (z, residual) at ``queries``."""
         model, packed = self.model, self.packed
+        if packed.shared is not None:
+            return self._shared_inputs(layer, queries, packed.shared, block_rows)
         num_rows = packed.inputs.shape[0]
         starts = list(range(0, num_rows, block_rows))
         cuts = torch.searchsorted(queries, torch.tensor([*starts, num_rows], device=queries.device)).tolist()
@@ -378,6 +420,29 @@ class _Chains:
         if inputs:
             self.seen |= {"hidden": _join([h for h, _ in inputs]), "embeds": _join([e for _, e in inputs])}
         return _join(zs), _join(residuals)
+
+    def _shared_inputs(
+        self, layer: ChainLayer, queries: Tensor, shared: SharedRows, block_rows: int
+    ) -> tuple[Tensor, Tensor]:
+        """Do the same with what several rows read made once; ``run_chains`` says when that is right."""
+        model, packed = self.model, self.packed
+        wanted = shared.reads[queries]
+        keys, values, zs, residuals, places = [], [], [], [], []
+        for start in range(0, len(shared.stands), block_rows):
+            rows = shared.stands[start : start + block_rows]
+            block = slice(start, start + len(rows))
+            embeds = model.embed(packed.inputs[rows], packed.positions[rows])
+            z, residual = layer.enter(model.fuse([t[block] for t in packed.taps]), embeds)
+            k, v = layer.self_attn.keys_values(z, model.rope.tables(packed.positions[rows], z.dtype))
+            keys.append(k)
+            values.append(v)
+            here = ((wanted >= start) & (wanted < block.stop)).nonzero().flatten()
+            places.append(here)
+            zs.append(z[wanted[here] - start])
+            residuals.append(residual[wanted[here] - start])
+        self.prefix.append((_join(keys)[shared.reads], _join(values)[shared.reads]))
+        order = _join(places).argsort()
+        return _join(zs)[order], _join(residuals)[order]
 
     def later(self, step: int, state: Tensor, perturb: Perturb | None) -> Tensor:
         """Run step ``step`` >= 2 from the fed-back ``state`` [R, H] and return the raw residual [R, H]."""
@@ -429,6 +494,9 @@ def run_chains(
         backend: of ``chain_attention``.
     """
     assert depth >= 1
+    # deeper layers read what attention brings, and probes and perturbations see every row
+    alone = probe is None and perturb is None and model.config.num_layers == 1
+    assert packed.shared is None or alone, "rows that share inputs: one layer, no probe, no perturbation"
     if rows.numel() == 0:
         return
     chains = _Chains(model, packed, rows, probe, backend)

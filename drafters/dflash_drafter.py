@@ -96,8 +96,14 @@ class DFlashDrafter:
 
     def _score_pack(self, traces: Sequence[Trace], request: ScoreRequest) -> list[PositionScores]:
         model, config = self.model, self.model.config
-        packed, rows = pack_traces(traces, taps=config.taps, name=self.info.name, device=model.device)
-        context = model.context(packed.taps, packed.positions)
+        packed, rows = pack_traces(
+            traces, taps=config.taps, name=self.info.name, device=model.device, share=True
+        )
+        positions = packed.positions if packed.shared is None else packed.positions[packed.shared.stands]
+        context = model.context(packed.taps, positions)
+        if packed.shared is not None:
+            reads = packed.shared.reads
+            context = [(k[reads], v[reads]) for k, v in context]
         size = max(1, BLOCK_ROWS // config.block_size)
         parts = [model.block(context, packed, rows[i : i + size]) for i in range(0, len(rows), size)]
         judge = Judge(model, packed, rows, traces, request)

@@ -87,8 +87,12 @@ class Eagle3Drafter:
             raise UserError("sink=system needs the prompt's spans: call session(prompt), or use sink=bos")
         return Eagle3Session(self.model, self.target.bos_id, None if prompt is None else system_span(prompt))
 
-    def pack(self, traces: Sequence[Trace]) -> tuple[Packed, Tensor]:
+    def pack(self, traces: Sequence[Trace], *, share: bool = False) -> tuple[Packed, Tensor]:
         """Pack traces, and return the packed rows of all their round starts in order.
+
+        Args:
+            traces: with this drafter's taps.
+            share: take what several traces begin with once.
 
         Returns:
             The packing, and rows [sum of A-1] int64: round s of a trace hangs on position P + s - 1.
@@ -103,6 +107,7 @@ class Eagle3Drafter:
             name=self.info.name,
             device=model.device,
             sinks=self._sinks(traces),
+            share=share,
         )
 
     def score(
@@ -126,9 +131,10 @@ class Eagle3Drafter:
         """
         check_sampler(traces, request)
         results: list[PositionScores] = []
+        share = probe is None and perturb is None and self.model.config.num_layers == 1
         with torch.inference_mode():
             for group in groups(traces, self._row_bytes()):
-                packed, rows = self.pack(group)
+                packed, rows = self.pack(group, share=share)
                 part = Prepared(traces=group, packed=packed, rows=rows)
                 results += self._replay(part, request, probe, perturb, None)
         return results

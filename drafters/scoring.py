@@ -25,6 +25,8 @@ PACK_BYTES = 512 * 2**20
 """Bound on what one pack's rows take while they are scored."""
 _BEATEN = -2
 """In place of a draft id: some token beats the label, whichever is best."""
+_WORTH_SHARING = 0.1
+"""Share of the rows that must be saved: finding out which row is whose costs something too."""
 LOGIT_BYTES = 128 * 2**20
 """Bound on one block of logits."""
 
@@ -67,6 +69,7 @@ def pack_traces(
     name: str,
     device: torch.device,
     sinks: Sequence[tuple[int, int]] | None = None,
+    share: bool = False,
 ) -> tuple[Packed, Tensor]:
     """Pack traces, and return the packed rows of all their round starts in order.
 
@@ -76,6 +79,7 @@ def pack_traces(
         name: the drafter's, for the error.
         device: where the result lies.
         sinks: per trace (start, end) positions that stay visible in spite of a window.
+        share: take what several traces begin with once, where that is worth it.
 
     Returns:
         The packing, and rows [sum of A-1] int64: round s of a trace hangs on position P + s - 1.
@@ -91,13 +95,48 @@ def pack_traces(
                 f"{trace.prompt.prompt_id!r} holds {sorted(trace.taps)}; "
                 "trace again with this drafter in the list"
             )
-    packed = Packed.build([(torch.tensor(t.ids), [t.taps[i] for i in taps]) for t in traces], sinks, device)
+    sequences = [(torch.tensor(t.ids), [t.taps[i] for i in taps]) for t in traces]
+    beginnings = common_beginnings(sequences) if share else []
+    saved = sum(count for _, count in beginnings)
+    worth = saved > _WORTH_SHARING * sum(len(t.ids) for t in traces)
+    packed = Packed.build(sequences, sinks, device, beginnings if worth else None)
     starts = packed.cu_seqlens[:-1].tolist()
     rows = [
         torch.arange(start + t.prompt_length - 1, start + len(t.ids) - 2)
         for start, t in zip(starts, traces, strict=True)
     ]
     return packed, torch.cat(rows).to(device)
+
+
+def common_beginnings(sequences: Sequence[tuple[Tensor, Sequence[Tensor]]]) -> list[tuple[int, int]]:
+    """Return for every sequence an earlier one, and with how many rows it begins as that one does.
+
+    Row p begins alike where tokens 0..p+1 are the same and the states of rows 0..p are the same bits, as they are where
+    the target ran a system prompt once for several prompts, or a prompt once for its free and its forced answer.
+
+    Args:
+        sequences: per sequence (ids [T+1], taps each [T, H_target]).
+
+    Returns:
+        Per sequence (number of the earlier one, rows); (0, 0) where none begins alike.
+    """
+    found: list[tuple[int, int]] = []
+    for i, (ids, taps) in enumerate(sequences):
+        alike = [(j, _first_difference(ids, sequences[j][0]) - 1) for j in range(i)]
+        other, count = max(alike, key=lambda pair: pair[1], default=(0, 0))
+        for mine, theirs in zip(taps, sequences[other][1], strict=True):
+            if count > 0 and not torch.equal(mine[:count], theirs[:count]):
+                same = (mine[:count] == theirs[:count]).all(dim=1)
+                count = int(same.int().argmin())
+        found.append((other, count) if count > 0 else (0, 0))
+    return found
+
+
+def _first_difference(left: Tensor, right: Tensor) -> int:
+    """Return how many elements two vectors begin with in common."""
+    size = min(len(left), len(right))
+    same = left[:size] == right[:size]
+    return size if bool(same.all()) else int(same.int().argmin())
 
 
 @runtime_checkable
