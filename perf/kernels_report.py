@@ -2,17 +2,25 @@
 
 Example: ``python perf/kernels_report.py`` compiles each kernel in every set of tiles it is launched with, as the tests
 do; ``--all`` every head dimension with every dtype; ``--dims 128 --dtypes bfloat16`` these.
+
+All of them take an hour, so ``perf/kernels.csv`` keeps what came out, each row under a digest of its kernel's source,
+constants, types and Triton. ``--all --record perf/kernels.csv`` compiles what has no row of its digest and keeps the
+others (a stopped run goes on where it was); ``--all --check perf/kernels.csv`` compiles nothing and says what it lacks.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import resource
 import sys
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
+import triton
 
 from specbench.drafters.kernels import ahead
 
@@ -50,6 +58,64 @@ def measure(job: Job) -> tuple[ahead.Resources, float]:
     return ahead.compile_variant(variant, job.arch), cpu_seconds() - start
 
 
+KEYS = ("digest", "kernel", "dim", "dtype", "architecture", "triton")
+RESULTS = ("registers", "shared_bytes", "spill_bytes", "cubin_bytes", "matrix_instruction", "cpu_seconds")
+
+
+def row_of(job: Job) -> dict[str, str]:
+    """Return the columns that name a variant."""
+    variant = job.variants()[job.number]
+    values = (
+        ahead.digest(variant, job.arch), variant.name, variant.dim, str(variant.dtype)[6:], job.arch,
+        triton.__version__,
+    )  # fmt: skip
+    return dict(zip(KEYS, map(str, values), strict=True))
+
+
+def read_record(path: Path) -> dict[str, dict[str, str]]:
+    """Return the rows of a record by digest; none where there is no file."""
+    if not path.exists():
+        return {}
+    with path.open(newline="") as file:
+        return {row["digest"]: row for row in csv.DictReader(file)}
+
+
+def write_record(path: Path, rows: Sequence[Mapping[str, str]]) -> None:
+    """Replace a record."""
+    partial = path.with_suffix(".partial")
+    with partial.open("w", newline="") as file:
+        writer = csv.DictWriter(file, KEYS + RESULTS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    partial.replace(path)
+
+
+def known(row: Mapping[str, str]) -> tuple[ahead.Resources, float]:
+    """Return what a row of a record says."""
+    numbers = {n: int(row[n]) for n in ("registers", "shared_bytes", "spill_bytes", "cubin_bytes")}
+    return ahead.Resources(**numbers, matrix_instruction=row["matrix_instruction"]), float(row["cpu_seconds"])
+
+
+def check(path: Path, jobs: Sequence[Job]) -> int:
+    """Say which variants the record does not hold as they are today."""
+    record = read_record(path)
+    versions = {row["triton"] for row in record.values()}
+    if record and versions != {triton.__version__}:
+        print(f"{path} was made with Triton {', '.join(sorted(versions))}; this is {triton.__version__}")
+        return 3
+    missing = [row for job in jobs if (row := row_of(job))["digest"] not in record]
+    bad = sum(
+        show(job, *known(record[row["digest"]])) for job in jobs if (row := row_of(job))["digest"] in record
+    )
+    for row in missing:
+        print(f"not recorded: {row['kernel']}, {row['dim']}, {row['dtype']}, sm_{row['architecture']}")
+    print(
+        f"{len(jobs)} variants, {len(missing)} not in {path} as they are today, {bad} not fit to launch"
+        + (f"; python perf/kernels_report.py --all --record {path}" if missing else "")
+    )
+    return 1 if missing or bad else 0
+
+
 def main() -> int:
     """Print the table; exit status 1 if a variant spills at head dimension 128 or needs too much shared memory."""
     parser = argparse.ArgumentParser(
@@ -61,6 +127,10 @@ def main() -> int:
     parser.add_argument("--arch", type=int, nargs="+", default=list(ahead.ARCHITECTURES))
     parser.add_argument("--only", default="", help="kernels whose name holds this text")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument(
+        "--record", type=Path, help="keep the results here, and take from it what stands there"
+    )
+    parser.add_argument("--check", type=Path, help="compile nothing; say what this record lacks")
     args = parser.parse_args()
     product = args.all or args.dims or args.dtypes
     dims, dtypes = tuple(args.dims or DIMS), tuple(args.dtypes or DTYPES)
@@ -77,11 +147,26 @@ def main() -> int:
         "| kernel | D | dtype | tile | warps | stages | arch | registers | shared KiB | spill B | matrix | CPU s |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|---|---|")
+    if args.check is not None:
+        return check(args.check, jobs)
     bad, spent = 0, 0.0
+    record = read_record(args.record) if args.record else {}
+    rows = [row_of(job) for job in jobs]
+    new = [j for j, row in zip(jobs, rows, strict=True) if row["digest"] not in record]
     with ProcessPoolExecutor(args.jobs) as pool:
-        for job, (found, seconds) in zip(jobs, pool.map(measure, jobs), strict=True):
+        results = pool.map(measure, new)
+        for job, row in zip(jobs, rows, strict=True):
+            old = record.get(row["digest"])
+            found, seconds = known(old) if old else next(results)
             bad += show(job, found, seconds)
             spent += seconds
+            if args.record and not old:
+                values = asdict(found) | {"cpu_seconds": f"{seconds:.1f}"}
+                record[row["digest"]] = row | {n: str(values[n]) for n in RESULTS}
+                write_record(args.record, list(record.values()))
+    if args.record:
+        # rows of kernels as they were before go
+        write_record(args.record, [record[row["digest"]] for row in rows])
     print(
         f"{len(jobs)} variants in {spent:.0f} CPU s, "
         f"{bad} with spills at head_dim <= 128 or too much shared memory"

@@ -6,7 +6,9 @@ Example: ``compile_variant(variant, 90)`` returns ``Resources(registers=168, sha
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -202,6 +204,39 @@ def _signature(variant: Variant) -> dict[str, str]:
         else:
             types[name] = _DTYPES[variant.dtype]
     return types
+
+
+def digest(variant: Variant, architecture: int) -> str:
+    """Name everything the compiled kernel is made from: source with its helpers, constants, types, launch, Triton.
+
+    Two variants of one digest compile to the same machine code, so a table made once stays true while digests do.
+    """
+    parts = {
+        "sources": _sources(variant.kernel),
+        "constants": variant.constants,
+        "types": _signature(variant),
+        "launch": [variant.num_warps, variant.num_stages, architecture],
+        "triton": triton.__version__,
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _sources(kernel: Any) -> dict[str, str]:
+    """Return the text of a kernel and of all that it calls or reads by name."""
+    found: dict[str, str] = {}
+    waiting = [kernel]
+    while waiting:
+        function = waiting.pop()
+        if function.__name__ in found:
+            continue
+        found[function.__name__] = function.src
+        for name in set(re.findall(r"[A-Za-z_]\w*", function.src)):
+            value = function.fn.__globals__.get(name)
+            if isinstance(value, triton.JITFunction):
+                waiting.append(value)
+            elif isinstance(value, triton.language.constexpr):
+                found[name] = repr(value.value)
+    return found
 
 
 def compile_variant(variant: Variant, architecture: int) -> Resources:
