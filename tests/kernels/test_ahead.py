@@ -34,14 +34,19 @@ WANTED = [
 ]
 
 
-def report(*arguments: str) -> list[dict[str, str]]:
+def run_report(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the report in a process of its own: kernels imported for the interpreter cannot be compiled."""
     pytest.importorskip("triton")
     environment = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(REPORT.parents[1]), environment.get("PYTHONPATH", "")])
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, str(REPORT), *arguments], env=environment, capture_output=True, text=True
     )
+
+
+def report(*arguments: str) -> list[dict[str, str]]:
+    """Return the rows of the report's table."""
+    done = run_report(*arguments)
     lines = [line.strip("|").split("|") for line in done.stdout.splitlines() if line[:1] == "|"]
     assert lines and "variants in" in done.stdout, done.stdout + done.stderr
     header, _, *rows = [[cell.strip() for cell in line] for line in lines]
@@ -78,6 +83,28 @@ def test_products_run_on_the_architecture_s_tensor_cores(
     compiled: dict[tuple[str, str, int, str], dict[str, str]], arch: str, matrix: str, name: str
 ) -> None:
     assert compiled[arch, name, 128, "bfloat16"]["matrix"] == matrix
+
+
+def test_a_record_is_as_good_as_compiling_until_something_changes(tmp_path: Path) -> None:
+    """The two kernels that cut work into tiles, on three architectures: compiled once, then taken from the record."""
+    record = tmp_path / "kernels.csv"
+    few = ("--all", "--only", "plan")
+    first = run_report(*few, "--record", str(record))
+    assert first.returncode == 0, first.stderr
+    written = record.read_text()
+    assert written.count("\n") == 7
+    assert run_report(*few, "--record", str(record)).stdout == first.stdout
+    assert run_report(*few, "--check", str(record)).returncode == 0
+    # a kernel whose source was another
+    head, changed, *others = written.splitlines(keepends=True)
+    record.write_text(head + "0" * 16 + changed[16:] + "".join(others))
+    stale = run_report(*few, "--check", str(record))
+    assert stale.returncode == 1
+    assert "not recorded: plan queries, 0, float32, sm_80" in stale.stdout
+    assert "6 variants, 1 not in" in stale.stdout
+    record.write_text(written.replace(f",{changed.split(',')[5]},", ",0.1,"))
+    other = run_report(*few, "--check", str(record))
+    assert other.returncode == 3 and "was made with Triton 0.1" in other.stdout
 
 
 @pytest.mark.slow
