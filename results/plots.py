@@ -28,6 +28,8 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)), (0, (8, 2)))
 _LINE = ("drafter", "target", "runner", "sampler", "temperature", "k")
 """What makes a line of a figure."""
+_FEW_LINES = 3
+"""A legend of more would lie on the lines; it stands beside them."""
 _FEW_CONDITIONS, _FEW_DRAFTERS = 12, 6
 """More are shown as a table in colours: marks and intervals would lie on each other."""
 _FULL_COLOUR = 0.5
@@ -136,9 +138,10 @@ def _by_depth(rows: Sequence[dict[str, Any]]) -> Any:
     clean = [r for r in rows if r["condition"] == CLEAN]
     if not clean:
         return None
-    figure, (axes,) = _figure(6.4, 4.2)
+    names = _names(clean)
+    figure, (axes,) = _figure(6.4 if len(names) <= _FEW_LINES else 9.2, 4.2)
     footnote = ""
-    for index, (key, label) in enumerate(_names(clean)):
+    for index, (key, label) in enumerate(names):
         (row,) = [r for r in clean if _key(r) == key]
         steps = [i for i in range(1, row["k"] + 1) if row[f"c_{i}"] is not None]
         values = [row[f"c_{i}"] for i in steps]
@@ -160,7 +163,10 @@ def _by_depth(rows: Sequence[dict[str, Any]]) -> Any:
         title=f"Acceptance by depth, {CLEAN}",
     )
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.legend(frameon=False, fontsize=8)
+    if len(names) <= _FEW_LINES:
+        axes.legend(frameon=False, fontsize=8)
+    else:
+        figure.legend(frameon=False, fontsize=8, loc="outside right upper")
     return figure
 
 
