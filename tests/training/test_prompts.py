@@ -38,10 +38,28 @@ def test_the_second_set_has_second_turns(module: Any) -> None:
 
 
 def everything(module: Any) -> set[str]:
-    """All prompts of both sets that a recipe could draw, as far as 5,000 draws of each show them."""
-    return {turn.lower() for talk in module.make_more(5000) for turn in talk} | {
-        prompt.lower() for prompt in module.make_prompts(5000)
-    }
+    """All prompts of both sets that a recipe could draw, as far as 5,000 draws of each show them, and the third leg's."""
+    talks = [*module.make_more(5000), *module.make_more(500, seed=1)]
+    prompts = [*module.make_prompts(5000), *module.make_prompts(650, seed=1)]
+    return {turn.lower() for talk in talks for turn in talk} | {prompt.lower() for prompt in prompts}
+
+
+def test_another_seed_can_leave_out_what_is_there(
+    module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(name: str, *arguments: str) -> list[dict[str, Any]]:
+        monkeypatch.setattr("sys.argv", ["prompts.py", *arguments, "--out", str(tmp_path / name)])
+        module.main()
+        return [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+
+    first = write("first", "--second", "--count", "300")
+    all_of_it = write("all", "--second", "--count", "300", "--seed", "1")
+    rest = write("rest", "--second", "--count", "300", "--seed", "1", "--without", str(tmp_path / "first"))
+    known = [row["turns"] for row in first]
+    assert [row["turns"] for row in rest] == [r["turns"] for r in all_of_it if r["turns"] not in known]
+    assert 100 < len(rest) < 300
+    # answers of both are read as one file, by id
+    assert not {row["id"] for row in first} & {row["id"] for row in rest}
 
 
 def turns(path: Path) -> set[str]:

@@ -102,6 +102,14 @@ def test_the_bundled_recipe_has_the_arms_of_the_zoo() -> None:
         recipe.held_out,
         recipe.sizes,
     )
+    third = read_recipe(file.with_name("third.yaml"))
+    assert {a.name for a in third.arms} == {n for n in names & set(zoo_names()) if n.startswith("eagle3")}
+    assert len({repr(arm.setting) for arm in third.arms}) == 1
+    assert (third.draft_vocab, third.held_out, third.sizes) == (
+        recipe.draft_vocab,
+        recipe.held_out,
+        recipe.sizes,
+    )
 
 
 def test_arms_are_what_their_names_say() -> None:
