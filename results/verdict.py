@@ -55,7 +55,8 @@ def verdicts(
         if s.keys["k"] == deepest and s.keys["answer_path"] == "free"
     }
     sentences = [_first(clean, deepest)]
-    sentences += filter(None, (_weakness(r["drafter"], by_drafter.get(r["drafter"])) for r in clean))
+    scored = {r["drafter"]: by_drafter[r["drafter"]] for r in clean if r["drafter"] in by_drafter}
+    sentences += _weaknesses(scored)
     sentences += filter(None, (_gives_out(r, facts.get(r["drafter"]), deepest) for r in clean))
     sentences += _repeating(rows)
     return tuple(sentences)
@@ -87,17 +88,22 @@ def _apart(best: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
     return low is not None and high is not None and low > high
 
 
-def _weakness(drafter: str, score: Robustness | None) -> str | None:
-    """Name the condition that costs a drafter most."""
-    if score is None:
-        return None
-    family = min(score.families.values(), key=lambda f: f.worst)
-    if family.worst >= 1:
-        return f"{drafter} loses nothing under any condition of this run."
-    return (
-        f"{drafter} keeps {family.worst:.0%} of its clean acceptance under {family.worst_condition}, "
-        "where it loses most."
-    )
+def _weaknesses(scores: Mapping[str, Robustness]) -> list[str]:
+    """Name the condition that costs each drafter most, and in one sentence those that lose nothing."""
+    found, unhurt = [], []
+    for drafter, score in scores.items():
+        family = min(score.families.values(), key=lambda f: f.worst)
+        if family.worst >= 1:
+            unhurt.append(drafter)
+            continue
+        found.append(
+            f"{drafter} keeps {family.worst:.0%} of its clean acceptance under {family.worst_condition}, "
+            "where it loses most."
+        )
+    if unhurt:
+        names = ", ".join(unhurt[:-1]) + " and " + unhurt[-1] if unhurt[1:] else unhurt[0]
+        found.append(f"{names} {'lose' if unhurt[1:] else 'loses'} nothing under any condition of this run.")
+    return found
 
 
 def _gives_out(row: Mapping[str, Any], facts: DrafterFacts | None, depth: int) -> str | None:

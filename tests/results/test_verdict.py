@@ -23,6 +23,13 @@ def test_intervals_that_part_are_a_difference(tmp_path: Path, synthetic: SimpleN
     assert "weak loses nothing under any condition of this run." in found
 
 
+def test_those_that_lose_nothing_share_a_sentence(tmp_path: Path, synthetic: SimpleNamespace) -> None:
+    even = [[2, 2]] * 10
+    counts = {"template/regular": dict.fromkeys("abc", even), "template/no_bos": dict.fromkeys("abc", even)}
+    found = verdicts(synthetic.whole_run(tmp_path, RunStore, counts), draws=200)
+    assert "a, b and c lose nothing under any condition of this run." in found
+
+
 def test_intervals_that_overlap_are_none(tmp_path: Path, synthetic: SimpleNamespace) -> None:
     one = [[4, 0], [0, 4], [3, 1], [0, 0]] * 8
     other = [[3, 0], [0, 4], [3, 1], [0, 0]] * 8
