@@ -215,6 +215,9 @@ class Trainer:
             if time.monotonic() - saved > 60 * setting.checkpoint_minutes:
                 self._save(STATE)
                 saved = time.monotonic()
+        if self.step == setting.shallow_steps:
+            # nothing comes behind it here, but other arms may branch off
+            self._save(SHALLOW)
         self._note_held_out(len(self.data.held_out), self.model, on_row)
         self._save(STATE)
 

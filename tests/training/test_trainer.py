@@ -120,6 +120,24 @@ def test_the_shallow_phase_is_shared_by_arms_that_differ_behind_it_only(tmp_path
         gated.branch(tmp_path / "nothing")
 
 
+def test_a_run_that_is_all_shallow_ends_where_the_deep_phase_of_a_longer_one_begins(tmp_path: Path) -> None:
+    optim = replace(SETTING.optim, restart=0.8, horizon=6)
+    longer = make_trainer(tmp_path / "longer", replace(SETTING, optim=optim))
+    assert (longer.setting.shallow_steps, longer.setting.steps) == (4, 8)
+    longer.run()
+    alone = make_trainer(tmp_path / "alone", replace(SETTING, steps=4, shallow=1.0, optim=optim))
+    alone.run()
+    states = [
+        torch.load(tmp_path / name / "shallow.pt", weights_only=True)["model"] for name in ("longer", "alone")
+    ]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    branched = make_trainer(
+        tmp_path / "branched", replace(SETTING, steps=4, shallow=1.0, optim=optim), feedback="post"
+    )
+    branched.branch(tmp_path / "alone")
+    assert branched.step == 4
+
+
 def test_accumulated_packs_are_one_batch(tmp_path: Path) -> None:
     """Two packs an optimiser step give the gradient of one pack that holds both."""
     single = replace(SETTING, steps=1, shallow=0.0, chain=ChainSetting(depth=3))
