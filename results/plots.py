@@ -95,13 +95,13 @@ def plot_run(
 
 
 def _figure(width: float, height: float, panels: int = 1) -> tuple[Any, list[Any]]:
-    """Return a figure and its axes, side by side, without touching matplotlib's global state."""
+    """Return a figure and its axes, side by side on one scale, without touching matplotlib's global state."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    found = list(figure.subplots(1, panels, squeeze=False, sharey=True)[0])
+    found = list(figure.subplots(1, panels, squeeze=False, sharex=True, sharey=True)[0])
     for axes in found:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#DDDDDD", linewidth=0.6)
