@@ -92,6 +92,9 @@ def tiles(kernel: str, dim: int, dtype: torch.dtype, architecture: int | None = 
     size = (_FLOAT32 if dtype == torch.float32 else _HALF)[kernel][column]
     if dtype != torch.float32 and (architecture or _architecture()) < 90:
         size = _AMPERE.get((kernel, (64, 128, 256)[column]), size)
+    if dtype != torch.float32 and 64 < dim < 128 and kernel == "dq":
+        # loads of padded heads are masked, which takes registers: the wide tile of 128 would spill
+        size = _AMPERE[kernel, 128]
     block_m, block_n, num_warps, num_stages = size
     return Tiles(block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages)
 
