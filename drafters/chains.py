@@ -238,7 +238,7 @@ class Packed:
         inputs = torch.cat([ids[1:] for ids, _ in sequences]).to(torch.int64)
         shared = None
         if beginnings is not None:
-            shared = _share(cu.tolist(), beginnings)
+            shared = _share(cu.tolist(), beginnings, device)
             sequences = [
                 (ids, [t[count:] for t in taps])
                 for (ids, taps), (_, count) in zip(sequences, beginnings, strict=True)
@@ -253,9 +253,7 @@ class Packed:
             cu_seqlens=cu.to(device),
             positions=positions.to(device),
             last=last.to(device),
-            shared=None
-            if shared is None
-            else SharedRows(stands=shared[0].to(device), reads=shared[1].to(device)),
+            shared=shared,
         )
         return packed.with_sinks(sinks)
 
@@ -267,20 +265,18 @@ class Packed:
         return replace(self, sink=torch.tensor(sinks, dtype=torch.int64, device=starts.device) + starts)
 
 
-def _share(starts: Sequence[int], beginnings: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-    """Return ``SharedRows.stands`` and ``reads`` of sequences between ``starts`` [S+1]."""
+def _share(
+    starts: Sequence[int], beginnings: Sequence[tuple[int, int]], device: torch.device | str
+) -> SharedRows:
+    """Say which rows of sequences between ``starts`` [S+1] are shared."""
     stands, reads, total = [], list[Tensor](), 0
     for start, end, (other, count) in zip(starts[:-1], starts[1:], beginnings, strict=True):
-        own = torch.arange(start + count, end)
         assert count == 0 or other < len(reads), "a sequence can begin as an earlier one does"
-        reads.append(
-            torch.cat((reads[other][:count], torch.arange(total, total + len(own))))
-            if count
-            else torch.arange(total, total + len(own))
-        )
-        stands.append(own)
+        stands.append(torch.arange(start + count, end))
+        own = torch.arange(total, total + len(stands[-1]))
+        reads.append(torch.cat((reads[other][:count], own)) if count else own)
         total += len(own)
-    return torch.cat(stands), torch.cat(reads)
+    return SharedRows(stands=torch.cat(stands).to(device), reads=torch.cat(reads).to(device))
 
 
 def sink_span(
