@@ -3,9 +3,10 @@
 Example: ``python perf/kernels_report.py`` compiles each kernel in every set of tiles it is launched with, as the tests
 do; ``--all`` every head dimension with every dtype; ``--dims 128 --dtypes bfloat16`` these.
 
-All of them take 22 minutes of CPU, so ``perf/kernels.csv`` keeps what came out, each row under a digest of its kernel's source,
-constants, types and Triton. ``--all --record perf/kernels.csv`` compiles what has no row of its digest and keeps the
-others (a stopped run goes on where it was); ``--all --check perf/kernels.csv`` compiles nothing and says what it lacks.
+All of them take 22 minutes of CPU, so ``perf/kernels.csv`` keeps what came out, each row under a digest of its kernel's
+source, constants, types and Triton. ``--all --record perf/kernels.csv`` compiles what has no row of its digest and
+keeps the others (a stopped run goes on where it was); ``--all --check perf/kernels.csv`` compiles nothing and says what
+it lacks.
 """
 
 from __future__ import annotations
@@ -121,7 +122,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--all", action="store_true", help="every head dimension with every dtype: 22 CPU minutes")
+    parser.add_argument(
+        "--all", action="store_true", help="every head dimension with every dtype: 22 CPU minutes"
+    )
     parser.add_argument("--dims", type=int, nargs="+", help="head dimensions; with every dtype or --dtypes")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES)
     parser.add_argument("--arch", type=int, nargs="+", default=list(ahead.ARCHITECTURES))
